@@ -1,0 +1,256 @@
+"""Bitstream v1: the envelope of an encoded chunk. Byte by byte in docs/bitstream.md.
+
+Owns the header, the block offset table and the checksums. Knows nothing of what is inside a block.
+Invariant: `parse` returns only what it has checked; it allocates nothing in proportion to a count
+before the bytes that back the count are there.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from codec.errors import CodecError, CorruptBitstream, UnsupportedVersion
+from codec.geometry import MAX_CHUNK_TOKENS, BlockGrid, Geometry
+from codec.levels import LevelSet, level_name
+
+__all__ = [
+    "HEADER_BYTES",
+    "VERSION",
+    "Bitstream",
+    "BitstreamInfo",
+    "inspect_bitstream",
+    "pack",
+    "parse",
+]
+
+MAGIC = b"KVTB"
+VERSION = 1
+HEADER_BYTES = 128
+NO_PROFILE = bytes(32)
+"""Profile digest of the level sets that need none."""
+
+_FIELDS = struct.Struct("<4sHHBBHIIIIIQQQ32s32s")  # all but the two checksums
+_CHECKSUMS = struct.Struct("<II")  # CRC-32 of the body, then of the 124 bytes before it
+assert _FIELDS.size + _CHECKSUMS.size == HEADER_BYTES
+
+U32Array = npt.NDArray[np.uint32]
+U8Array = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Bitstream:
+    """A parsed and checked bitstream."""
+
+    level_set: LevelSet
+    level_index: int
+    geometry: Geometry
+    token_start: int
+    token_stop: int
+    block_tokens: int
+    model_digest: bytes
+    profile_digest: bytes
+    offsets: U32Array
+    """uint32 [num_blocks + 1]: block i is payload[offsets[i]:offsets[i + 1]]."""
+
+    payload: U8Array
+    """uint8, all blocks one after the other; a view of the bytes that were parsed."""
+
+    @property
+    def level(self) -> str:
+        """The level's name."""
+        return level_name(self.level_set, self.level_index)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the chunk."""
+        return self.token_stop - self.token_start
+
+    @property
+    def grid(self) -> BlockGrid:
+        """How the chunk is cut into blocks."""
+        return BlockGrid(self.geometry, self.num_tokens, self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class BitstreamInfo:
+    """What `kvtide codec inspect` prints."""
+
+    version: int
+    level: str
+    geometry: Geometry
+    token_start: int
+    token_stop: int
+    block_tokens: int
+    num_blocks: int
+    model_digest: bytes
+    profile_digest: bytes
+    total_bytes: int
+    overhead_bytes: int
+    """Header and offset table."""
+
+    bits_per_element: float
+    """Everything counted."""
+
+    bytes_by_layer: tuple[tuple[int, int], ...]
+    """Per layer: payload bytes of K and of V."""
+
+
+def pack(bitstream: Bitstream) -> bytes:
+    """Return the bytes of a bitstream.
+
+    Raises:
+        CodecError: the payload is 4 GiB or more, which the offset table cannot express.
+    """
+    num_blocks = bitstream.grid.num_blocks
+    if len(bitstream.offsets) != num_blocks + 1:
+        raise AssertionError("one offset per block and one for the end")
+    total = HEADER_BYTES + 4 * (num_blocks + 1) + bitstream.payload.nbytes
+    if bitstream.payload.nbytes >= 2**32:
+        raise CodecError(f"the encoded chunk has {total} bytes; use shorter chunks (limit 4 GiB)")
+    table = bitstream.offsets.astype("<u4").tobytes()
+    geometry = bitstream.geometry
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        HEADER_BYTES,
+        bitstream.level_set,
+        bitstream.level_index,
+        0,
+        geometry.num_layers,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        bitstream.block_tokens,
+        num_blocks,
+        bitstream.token_start,
+        bitstream.token_stop,
+        total,
+        bitstream.model_digest,
+        bitstream.profile_digest,
+    )
+    payload = memoryview(bitstream.payload)
+    body_crc = zlib.crc32(payload, zlib.crc32(table))
+    fields += struct.pack("<I", body_crc)
+    fields += struct.pack("<I", zlib.crc32(fields))
+    return b"".join((fields, table, payload))
+
+
+def parse(data: bytes | bytearray | memoryview) -> Bitstream:
+    """Check and take apart an encoded chunk.
+
+    Args:
+        data: the whole bitstream, nothing before it and nothing after.
+
+    Raises:
+        CorruptBitstream: not ours, cut, changed, or inconsistent.
+        UnsupportedVersion: ours, of another version.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) < 8 or view[:4] != MAGIC:
+        raise CorruptBitstream(
+            f"these {len(view)} bytes are not a kvtide bitstream: no {MAGIC!r} at the start"
+        )
+    version = int.from_bytes(view[4:6], "little")
+    if version != VERSION:
+        raise UnsupportedVersion("the bitstream", expected=VERSION, actual=version)
+    if len(view) < HEADER_BYTES:
+        raise CorruptBitstream(
+            f"the bitstream ends after {len(view)} bytes, inside its {HEADER_BYTES}-byte header"
+        )
+    (
+        _,
+        _,
+        header_bytes,
+        level_set_id,
+        level_index,
+        flags,
+        num_layers,
+        num_kv_heads,
+        head_dim,
+        block_tokens,
+        num_blocks,
+        token_start,
+        token_stop,
+        total_bytes,
+        model_digest,
+        profile_digest,
+    ) = _FIELDS.unpack_from(view)
+    body_crc, header_crc = _CHECKSUMS.unpack_from(view, _FIELDS.size)
+    if zlib.crc32(view[: HEADER_BYTES - 4]) != header_crc:
+        raise CorruptBitstream("the bitstream's header does not match its checksum")
+    if header_bytes != HEADER_BYTES or flags != 0:
+        raise CorruptBitstream(
+            f"header of {header_bytes} bytes with flags {flags:#x}; version 1 has {HEADER_BYTES} and none"
+        )
+    if total_bytes != len(view):
+        raise CorruptBitstream(
+            f"the bitstream has {len(view)} bytes; its header says {total_bytes}"
+        )
+    try:
+        level_set = LevelSet(level_set_id)
+        geometry = Geometry(num_layers, num_kv_heads, head_dim)
+    except ValueError as error:
+        raise CorruptBitstream(f"impossible header: {error}") from error
+    num_tokens = token_stop - token_start
+    if not 1 <= num_tokens <= MAX_CHUNK_TOKENS or token_stop >= 2**63:
+        raise CorruptBitstream(f"impossible token range {token_start} to {token_stop}")
+    if not 1 <= block_tokens <= MAX_CHUNK_TOKENS:
+        raise CorruptBitstream(f"impossible block of {block_tokens} tokens")
+    grid = BlockGrid(geometry, num_tokens, block_tokens)
+    if num_blocks != grid.num_blocks:
+        raise CorruptBitstream(f"{num_blocks} blocks where the geometry makes {grid.num_blocks}")
+    payload_start = HEADER_BYTES + 4 * (num_blocks + 1)
+    if payload_start > len(view):
+        raise CorruptBitstream(
+            f"the offset table of {num_blocks} blocks does not fit into {len(view)} bytes"
+        )
+    if zlib.crc32(view[HEADER_BYTES:]) != body_crc:
+        raise CorruptBitstream("the bitstream's body does not match its checksum")
+    offsets = np.frombuffer(view, dtype="<u4", count=num_blocks + 1, offset=HEADER_BYTES)
+    payload = np.frombuffer(view, dtype=np.uint8, offset=payload_start)
+    if offsets[0] != 0 or offsets[-1] != payload.nbytes or bool(np.any(offsets[1:] < offsets[:-1])):
+        raise CorruptBitstream("the offset table does not cover the payload in order")
+    return Bitstream(
+        level_set=level_set,
+        level_index=level_index,
+        geometry=geometry,
+        token_start=token_start,
+        token_stop=token_stop,
+        block_tokens=block_tokens,
+        model_digest=model_digest,
+        profile_digest=profile_digest,
+        offsets=offsets.astype(np.uint32, copy=False),
+        payload=payload,
+    )
+
+
+def inspect_bitstream(data: bytes | bytearray | memoryview) -> BitstreamInfo:
+    """Describe an encoded chunk without decoding it; needs no profile.
+
+    Raises:
+        CorruptBitstream: not ours, cut, changed, or inconsistent.
+        UnsupportedVersion: ours, of another version.
+    """
+    stream = parse(data)
+    geometry = stream.geometry
+    sizes = np.diff(stream.offsets.astype(np.int64)).reshape(geometry.num_layers, 2, -1).sum(axis=2)
+    total = memoryview(data).nbytes
+    return BitstreamInfo(
+        version=VERSION,
+        level=stream.level,
+        geometry=geometry,
+        token_start=stream.token_start,
+        token_stop=stream.token_stop,
+        block_tokens=stream.block_tokens,
+        num_blocks=stream.grid.num_blocks,
+        model_digest=stream.model_digest,
+        profile_digest=stream.profile_digest,
+        total_bytes=total,
+        overhead_bytes=total - stream.payload.nbytes,
+        bits_per_element=8.0 * total / (stream.num_tokens * geometry.elements_per_token),
+        bytes_by_layer=tuple((int(k), int(v)) for k, v in sizes),
+    )

@@ -1,0 +1,212 @@
+"""The public codec: kv arrays to bitstreams and back, for one model and the profiles it has.
+
+Checks everything at this boundary, once; transforms behind it trust their arguments. Holds no state
+between calls, so that any number of threads may use one codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from codec import bitstream
+from codec.baselines import BaselineTransform
+from codec.errors import ProfileMismatch, ShapeMismatch, UnknownLevel
+from codec.geometry import (
+    BLOCK_TOKENS,
+    BlockGrid,
+    FloatArray,
+    Geometry,
+    Rotary,
+    check_finite,
+    check_kv,
+)
+from codec.levels import BASELINE_LEVELS, LevelInfo, LevelSet, parse_level
+from codec.profile import Profile
+from codec.transform import Transform
+
+__all__ = ["Codec", "DecodedChunk", "max_encoded_bytes"]
+
+DIGEST_BYTES = 32
+
+VALUE_LIMIT = 65504.0
+"""Largest magnitude that is encoded: float16's largest finite number, which a cache of that dtype can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedChunk:
+    """A decoded bitstream."""
+
+    kv: FloatArray
+    """Shape [layer, kv=2, token, head, dim], dtype as asked for."""
+
+    token_start: int
+    """Position of the chunk's first token in its context."""
+
+    token_stop: int
+    """Position after the chunk's last token."""
+
+    level: str
+    """The level's name."""
+
+
+class Codec:
+    """Encodes and decodes the chunks of one model."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        model_digest: bytes,
+        profiles: Sequence[Profile] = (),
+        num_threads: int = 2,
+        rotary: Rotary | None = None,
+    ) -> None:
+        """Build a codec.
+
+        Args:
+            geometry: axes of the model's KV cache.
+            model_digest: 32 bytes, identity of everything that changes KV values.
+            profiles: at most one per level set; each for this model and geometry.
+            num_threads: threads per call, at least 1; blocks are shared out among them.
+            rotary: the model's rotary tables; only level sets that code keys before rotation use them.
+
+        Raises:
+            ProfileMismatch: a profile of another model.
+            ShapeMismatch: a profile of another geometry, or two of one level set.
+        """
+        if len(model_digest) != DIGEST_BYTES:
+            raise ValueError(f"model_digest has {len(model_digest)} bytes, not {DIGEST_BYTES}")
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}; at least 1")
+        self.geometry = geometry
+        self.model_digest = bytes(model_digest)
+        self.profiles = tuple(profiles)
+        self.num_threads = num_threads
+        self.rotary = rotary
+        self._transforms: dict[LevelSet, Transform] = {
+            level_set: BaselineTransform(geometry, level_set, num_threads)
+            for level_set in (LevelSet.FP16, LevelSet.INT8)
+        }
+        self._profile_digests: dict[LevelSet, bytes] = {}
+
+    def levels(self) -> tuple[LevelInfo, ...]:
+        """Return every level that this codec can encode, finest set first."""
+        from_profiles = [info for profile in self.profiles for info in profile.levels]
+        named = {info.name for info in from_profiles}
+        # A profile may carry what fp16 and int8 lose on its model; then that entry replaces the bare one.
+        return (*(info for info in BASELINE_LEVELS if info.name not in named), *from_profiles)
+
+    def encode(
+        self,
+        kv: FloatArray,
+        *,
+        level: str,
+        token_start: int,
+        layer0: npt.NDArray[np.float32] | None = None,
+    ) -> bytes:
+        """Encode one chunk.
+
+        Args:
+            kv: float16 or float32, shape [layer, kv=2, token, head, dim], magnitudes up to 65504.
+            level: a name from `levels()`.
+            token_start: position of the first token in its context, 0 or more.
+            layer0: float32 [2, token, head, dim], for level set `klt` only.
+
+        Raises:
+            ShapeMismatch: kv does not fit the geometry.
+            NonFiniteInput: NaN, Inf or too large, with the place.
+            UnknownLevel: no such level, or its profile is not loaded.
+        """
+        level_set, index = parse_level(level)
+        if level not in {info.name for info in self.levels()}:
+            raise UnknownLevel(
+                f"level {level!r} needs a profile that is not loaded"
+                if level_set.needs_profile and level_set not in self._transforms
+                else f"the loaded profile has no level {level!r}"
+            )
+        kv = check_kv(kv, self.geometry)
+        if not 0 <= token_start < 2**62:
+            raise ShapeMismatch(f"token_start is {token_start}; a position is 0 or more")
+        check_finite(kv, limit=VALUE_LIMIT)
+        blocks = self._transforms[level_set].encode(
+            kv, level_index=index, token_start=token_start, layer0=layer0
+        )
+        return bitstream.pack(
+            bitstream.Bitstream(
+                level_set=level_set,
+                level_index=index,
+                geometry=self.geometry,
+                token_start=token_start,
+                token_stop=token_start + kv.shape[2],
+                block_tokens=blocks.block_tokens,
+                model_digest=self.model_digest,
+                profile_digest=self._profile_digests.get(level_set, bitstream.NO_PROFILE),
+                offsets=blocks.offsets,
+                payload=blocks.payload,
+            )
+        )
+
+    def decode(
+        self,
+        data: bytes | bytearray | memoryview,
+        *,
+        layer0: npt.NDArray[np.float32] | None = None,
+        dtype: npt.DTypeLike = np.float16,
+    ) -> DecodedChunk:
+        """Decode one chunk.
+
+        Args:
+            data: a whole bitstream.
+            layer0: float32 [2, token, head, dim], for level set `klt` only.
+            dtype: float16 (saturating at its largest finite number) or float32.
+
+        Raises:
+            CorruptBitstream, UnsupportedVersion: not a bitstream that an encoder wrote.
+            ShapeMismatch: of another geometry.
+            ProfileMismatch: of another model or profile.
+            UnknownLevel: its level set has no profile here.
+        """
+        dtype = np.dtype(dtype)
+        if dtype not in (np.float16, np.float32):
+            raise ShapeMismatch(f"the codec decodes into float16 or float32, not {dtype}")
+        stream = bitstream.parse(data)
+        if stream.model_digest != self.model_digest:
+            raise ProfileMismatch(
+                "the bitstream's model", expected=self.model_digest, actual=stream.model_digest
+            )
+        if stream.geometry != self.geometry:
+            raise ShapeMismatch(f"the bitstream has {stream.geometry}, the model {self.geometry}")
+        transform = self._transforms.get(stream.level_set)
+        if transform is None:
+            raise UnknownLevel(f"level {stream.level!r} needs a profile that is not loaded")
+        expected = self._profile_digests.get(stream.level_set, bitstream.NO_PROFILE)
+        if stream.profile_digest != expected:
+            raise ProfileMismatch(
+                "the bitstream's profile", expected=expected, actual=stream.profile_digest
+            )
+        if stream.level not in {info.name for info in self.levels()}:
+            raise UnknownLevel(f"the loaded profile has no level {stream.level!r}")
+        out: FloatArray = np.empty(self.geometry.kv_shape(stream.num_tokens), dtype)
+        transform.decode(stream, out=out, layer0=layer0)
+        return DecodedChunk(out, stream.token_start, stream.token_stop, stream.level)
+
+
+def max_encoded_bytes(geometry: Geometry, num_tokens: int, level: str) -> int:
+    """Return a bound on the bitstream of any chunk of that many tokens.
+
+    Args:
+        geometry: the model's axes.
+        num_tokens: tokens in the chunk, at least 1.
+        level: a level name.
+
+    Raises:
+        UnknownLevel: no such level set.
+    """
+    level_set, _ = parse_level(level)
+    transform = BaselineTransform(geometry, level_set, 1)
+    num_blocks = BlockGrid(geometry, num_tokens, BLOCK_TOKENS).num_blocks
+    return bitstream.HEADER_BYTES + 4 * (num_blocks + 1) + transform.max_payload_bytes(num_tokens)

@@ -1,0 +1,81 @@
+"""Level sets and level names: the one table of what `cachegen:2` means."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from codec.errors import UnknownLevel
+
+__all__ = ["BASELINE_LEVELS", "LevelInfo", "LevelSet", "level_name", "parse_level"]
+
+
+class LevelSet(enum.IntEnum):
+    """Families of levels that share a transform. The numbers are in every bitstream."""
+
+    FP16 = 1
+    INT8 = 2
+    CACHEGEN = 3
+    KLT = 4
+
+    @property
+    def label(self) -> str:
+        """The name in level names: `fp16`, `int8`, `cachegen`, `klt`."""
+        return self.name.lower()
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether bitstreams of this set can only be read with a profile."""
+        return self not in (LevelSet.FP16, LevelSet.INT8)
+
+
+@dataclass(frozen=True, slots=True)
+class LevelInfo:
+    """One level, and what it was measured to cost and to lose."""
+
+    name: str
+    """`fp16`, `int8`, `cachegen:0`, ...; index 0 is the finest of its set."""
+
+    level_set: LevelSet
+    index: int
+
+    bits_per_element: float | None
+    """Bits per KV element with everything counted; None where nobody measured."""
+
+    kl: float | None
+    """Mean KL(exact || lossy) of next-token distributions, nats, on held-out text."""
+
+    ppl_ratio: float | None
+    """Perplexity with the lossy cache over perplexity with the exact one."""
+
+    top1: float | None
+    """Share of tokens whose most likely successor is the same, 0 to 1."""
+
+
+BASELINE_LEVELS = (
+    LevelInfo("fp16", LevelSet.FP16, 0, 16.0, None, None, None),
+    LevelInfo("int8", LevelSet.INT8, 0, None, None, None, None),
+)
+"""Levels that need no profile. Their loss depends on the model, so it is in no table here; a profile may carry it."""
+
+
+def level_name(level_set: LevelSet, index: int) -> str:
+    """Return `fp16`, `int8` or `<set>:<index>`."""
+    return f"{level_set.label}:{index}" if level_set.needs_profile else level_set.label
+
+
+def parse_level(name: str) -> tuple[LevelSet, int]:
+    """Split a level name into its set and index.
+
+    Raises:
+        UnknownLevel: the name is not of the form `fp16`, `int8` or `<set>:<index>`.
+    """
+    label, colon, number = name.partition(":")
+    for level_set in LevelSet:
+        if level_set.label != label:
+            continue
+        if not level_set.needs_profile and not colon:
+            return level_set, 0
+        if level_set.needs_profile and number.isascii() and number.isdecimal() and len(number) <= 3:
+            return level_set, int(number)
+    raise UnknownLevel(f"no level is named {name!r}; levels are fp16, int8, cachegen:N and klt:N")
