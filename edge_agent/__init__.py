@@ -1,0 +1,1 @@
+"""The edge agent: keeps contexts as encoded KV chunks and answers questions through a cloud worker."""

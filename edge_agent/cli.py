@@ -1,0 +1,44 @@
+"""Command line of the agent: settings in, exit code out.
+
+Exit codes: 0 after a clean stop, 2 for bad settings, 3 for a busy port, 4 for a store that cannot
+be opened, 1 for anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from edge_agent.config import load_config
+from edge_agent.errors import AgentError, ConfigError, PortInUse, StoreError
+
+EXIT_CODES: tuple[tuple[type[AgentError], int], ...] = (
+    (ConfigError, 2),
+    (PortInUse, 3),
+    (StoreError, 4),
+    (AgentError, 1),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the agent until it is told to stop.
+
+    Args:
+        argv: arguments without the program's name; None takes ``sys.argv``.
+
+    Returns:
+        The process's exit code.
+    """
+    try:
+        config = load_config(sys.argv[1:] if argv is None else argv, os.environ)
+        # Imported late: a bad setting is told at once, not after torch has loaded.
+        from edge_agent.agent import run
+
+        run(config)
+    except AgentError as error:
+        print(f"kvtide-edge: {error}", file=sys.stderr)
+        return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
+    except KeyboardInterrupt:
+        return 130
+    return 0

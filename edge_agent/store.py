@@ -1,0 +1,597 @@
+"""The context store: which contexts exist, which chunks they have, what goes when room is short.
+
+Chunk files (``chunk_files.py``) hold the bitstreams, an SQLite index says what they are. Invariants:
+a chunk is visible only after its file is complete and flushed; a context is visible only after all
+of its chunks are; a chunk that is pinned (being sent, or part of a running ingest) is never evicted.
+After ``kill -9`` the next start removes what no context refers to. All methods are thread-safe and
+block: call them from an executor. Must not know: HTTP, wire, engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import sqlite3
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Self
+
+import numpy as np
+from blake3 import blake3
+
+from edge_agent.chunk_files import ChunkFiles, FileOps, map_disk_errors
+from edge_agent.errors import (
+    ContextConflict,
+    CorruptChunk,
+    StoreFull,
+    StoreIOError,
+    StoreLocked,
+    StoreVersionError,
+    UnknownContext,
+)
+from edge_agent.keys import ChunkSpan, text_digest
+
+SCHEMA_VERSION = 1
+"""Version of the index; another one is refused, never guessed at."""
+
+_SCHEMA = """
+CREATE TABLE chunks (
+  key BLOB NOT NULL, level TEXT NOT NULL, num_bytes INTEGER NOT NULL, digest BLOB NOT NULL,
+  PRIMARY KEY (key, level)
+) WITHOUT ROWID;
+CREATE TABLE contexts (
+  context_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, model_digest BLOB NOT NULL,
+  profile_digest BLOB NOT NULL, text_digest BLOB NOT NULL, text_chars INTEGER NOT NULL,
+  token_ids BLOB NOT NULL, created_at REAL NOT NULL, last_use INTEGER NOT NULL
+);
+CREATE TABLE context_chunks (
+  context_id TEXT NOT NULL REFERENCES contexts ON DELETE CASCADE, position INTEGER NOT NULL,
+  token_start INTEGER NOT NULL, token_stop INTEGER NOT NULL, key BLOB NOT NULL,
+  PRIMARY KEY (context_id, position)
+) WITHOUT ROWID;
+CREATE INDEX context_chunks_by_key ON context_chunks (key);
+CREATE INDEX contexts_by_text ON contexts (text_chars, text_digest);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredContext:
+    """One context as the index knows it."""
+
+    context_id: str
+    """Name that clients use."""
+    tenant: str
+    """Owner; part of each chunk's key."""
+    model_digest: bytes
+    """Identity of the model whose KV cache this is, 32 bytes."""
+    profile_digest: bytes
+    """Digest of the profile set that the chunks were encoded with, 32 bytes."""
+    text_digest: bytes
+    """Digest of the context's text, 32 bytes."""
+    text_chars: int
+    """Length of the context's text. Unit: characters."""
+    token_ids: tuple[int, ...]
+    """All tokens from position 0."""
+    spans: tuple[ChunkSpan, ...]
+    """Chunks in order."""
+    created_at: float
+    """Wall-clock time of the ingest, for display. Unit: seconds since 1970."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextInfo:
+    """What a listing shows of one context, without its tokens."""
+
+    context_id: str
+    """Name that clients use."""
+    model_digest: bytes
+    """Identity of the model, 32 bytes."""
+    num_tokens: int
+    """Tokens of the context."""
+    num_chunks: int
+    """Chunks that it is cut into."""
+    bytes_by_level: dict[str, int]
+    """Stored bytes per level; chunks shared with other contexts count in each."""
+    created_at: float
+    """Wall-clock time of the ingest. Unit: seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """What the store holds."""
+
+    num_bytes: int
+    """Bytes of chunk files."""
+    num_contexts: int
+    """Contexts that can be asked about."""
+    num_evicted: int
+    """Contexts evicted since this process opened the store."""
+    num_corrupt: int
+    """Chunk files dropped as unusable since this process opened the store."""
+
+
+class ContextStore:
+    """Contexts and chunks under one folder; open at most once at a time."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        quota_bytes: int,
+        ops: FileOps | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open or create a store, and repair what a crash left.
+
+        Args:
+            root: folder of the store; created where missing.
+            quota_bytes: most bytes of chunk files.
+            ops: file operations; tests pass ones that fail.
+            wall_clock: seconds since 1970, only recorded, never compared.
+
+        Raises:
+            StoreLocked: another process has it open.
+            StoreVersionError: written by another version.
+            StoreIOError: the folder or the index cannot be read or written.
+        """
+        self._root = root.expanduser()
+        self._quota_bytes = quota_bytes
+        self._wall_clock = wall_clock
+        self._lock = threading.RLock()
+        # Held across a whole file write, so that two ingests never race for one (key, level).
+        self._write_lock = threading.Lock()
+        self._pinned_keys: Counter[bytes] = Counter()
+        self._pinned_contexts: Counter[str] = Counter()
+        self._doomed: list[tuple[bytes, str]] = []
+        self._num_evicted = 0
+        self._num_corrupt = 0
+        self._files = ChunkFiles(self._root, ops or FileOps())
+        self._lock_file = _lock_folder(self._root)
+        try:
+            self._db = _open_index(self._root / "index.sqlite3")
+            with _map_sqlite_errors():
+                self.num_repaired = self._repair()
+                self._num_bytes = self._count_bytes()
+                row = self._db.execute("SELECT coalesce(max(last_use), 0) FROM contexts").fetchone()
+                self._use_counter: int = row[0]
+        except BaseException:
+            self._lock_file.close()
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+            self._lock_file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Reading
+
+    def usage(self) -> StoreUsage:
+        with self._reading():
+            row = self._db.execute("SELECT count(*) FROM contexts").fetchone()
+            return StoreUsage(self._num_bytes, row[0], self._num_evicted, self._num_corrupt)
+
+    def list_contexts(self) -> list[ContextInfo]:
+        """Return all contexts, most recently used first."""
+        with self._reading():
+            rows = self._db.execute("SELECT context_id FROM contexts ORDER BY last_use DESC")
+            return [self._describe(context_id) for (context_id,) in rows.fetchall()]
+
+    def describe(self, context_id: str) -> ContextInfo:
+        """Return one context as a listing shows it.
+
+        Raises:
+            UnknownContext: there is none with this id.
+        """
+        with self._reading():
+            return self._describe(context_id)
+
+    def get(self, context_id: str) -> StoredContext:
+        """Return a context.
+
+        Raises:
+            UnknownContext: there is none with this id.
+        """
+        with self._reading():
+            return self._load(context_id)
+
+    def find_by_text(self, text: str, *, tenant: str, model_digest: bytes) -> StoredContext | None:
+        """Return the context whose whole text is the longest prefix of ``text``, if any."""
+        with self._reading():
+            lengths = self._db.execute(
+                "SELECT DISTINCT text_chars FROM contexts WHERE text_chars BETWEEN 1 AND ?"
+                " AND tenant = ? AND model_digest = ? ORDER BY text_chars DESC",
+                (len(text), tenant, model_digest),
+            ).fetchall()
+            for (num_chars,) in lengths:
+                row = self._db.execute(
+                    "SELECT context_id FROM contexts WHERE text_chars = ? AND text_digest = ?"
+                    " AND tenant = ? AND model_digest = ? ORDER BY last_use DESC",
+                    (num_chars, text_digest(text[:num_chars]), tenant, model_digest),
+                ).fetchone()
+                if row is not None:
+                    return self._load(row[0])
+        return None
+
+    def chunk_sizes(self, context: StoredContext) -> list[dict[str, int]]:
+        """Return per chunk the bytes of each level that is stored; a dropped level is absent."""
+        with self._reading():
+            return [self._sizes(span.key) for span in context.spans]
+
+    def read_chunk(self, key: bytes, level: str) -> bytes:
+        """Return one chunk's bitstream, verified against the digest in the index.
+
+        Raises:
+            CorruptChunk: missing, short or altered; the chunk is dropped from the store.
+            StoreIOError: the disk failed; the chunk stays.
+        """
+        with self._reading():
+            row = self._db.execute(
+                "SELECT num_bytes, digest FROM chunks WHERE key = ? AND level = ?", (key, level)
+            ).fetchone()
+        if row is None:
+            raise CorruptChunk(key=key, level=level, reason="it is not in the index")
+        try:
+            payload = self._files.read(key, level)
+        except FileNotFoundError:
+            payload, reason = b"", "its file is missing"
+        else:
+            if len(payload) == row[0] and blake3(payload).digest() == row[1]:
+                return payload
+            reason = f"its file has {len(payload)} bytes that are not the {row[0]} stored"
+        with self._writing():
+            self._num_corrupt += self._drop_chunk(key, level)
+        raise CorruptChunk(key=key, level=level, reason=reason)
+
+    @contextlib.contextmanager
+    def use(self, context_id: str) -> Iterator[StoredContext]:
+        """Hold a context so that nothing of it is evicted, and mark it as used.
+
+        Raises:
+            UnknownContext: there is none with this id.
+        """
+        keys: list[bytes] = []
+        with self._reading():
+            context = self._load(context_id)
+            keys += [span.key for span in context.spans]
+            self._pinned_contexts[context_id] += 1
+            self._pinned_keys.update(keys)
+        try:
+            # A full disk must not stop questions about what is stored: only the order of use is lost.
+            with contextlib.suppress(StoreFull, StoreIOError), self._writing():
+                self._use_counter += 1
+                self._db.execute(
+                    "UPDATE contexts SET last_use = ? WHERE context_id = ?",
+                    (self._use_counter, context_id),
+                )
+            yield context
+        finally:
+            with self._writing():
+                self._pinned_contexts -= Counter({context_id: 1})
+                self._unpin(keys)
+
+    # Writing
+
+    def delete(self, context_id: str) -> None:
+        """Remove a context; chunks that others use, or that are being sent, stay until then.
+
+        Raises:
+            UnknownContext: there is none with this id.
+        """
+        with self._writing():
+            self._delete(self._load(context_id))
+
+    def begin_ingest(self) -> Ingest:
+        """Start to store a context; close the result in any case."""
+        return Ingest(self)
+
+    def _put(self, key: bytes, level: str, payload: bytes) -> bool:
+        """Store one chunk file; return False where it was there already."""
+        with self._write_lock:
+            with self._writing():
+                if level in self._sizes(key):
+                    return False
+                self._make_room(len(payload))
+            self._files.write(key, level, payload)
+            try:
+                with self._writing():
+                    self._db.execute(
+                        "INSERT INTO chunks VALUES (?, ?, ?, ?)",
+                        (key, level, len(payload), blake3(payload).digest()),
+                    )
+                    self._num_bytes += len(payload)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._files.remove(key, level)
+                raise
+            return True
+
+    def _commit(self, context: StoredContext) -> None:
+        with self._writing():
+            try:
+                present = self._load(context.context_id)
+            except UnknownContext:
+                pass
+            else:
+                if not is_same_content(present, context):
+                    raise ContextConflict(context.context_id)
+                # Chunk keys depend on the profile set; the newer set replaces the older one.
+                self._db.execute("DELETE FROM contexts WHERE context_id = ?", (context.context_id,))
+            self._use_counter += 1
+            self._db.execute(
+                "INSERT INTO contexts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    context.context_id,
+                    context.tenant,
+                    context.model_digest,
+                    context.profile_digest,
+                    context.text_digest,
+                    context.text_chars,
+                    zlib.compress(np.asarray(context.token_ids, dtype="<u4").tobytes(), 1),
+                    self._wall_clock(),
+                    self._use_counter,
+                ),
+            )
+            self._db.executemany(
+                "INSERT INTO context_chunks VALUES (?, ?, ?, ?, ?)",
+                [
+                    (context.context_id, position, span.token_start, span.token_stop, span.key)
+                    for position, span in enumerate(context.spans)
+                ],
+            )
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._num_bytes + num_bytes > self._quota_bytes:
+            rows = self._db.execute("SELECT context_id FROM contexts ORDER BY last_use").fetchall()
+            victim = next((cid for (cid,) in rows if not self._pinned_contexts[cid]), None)
+            if victim is None:
+                raise StoreFull(
+                    f"the context store's quota of {self._quota_bytes} bytes has no room for"
+                    f" {num_bytes} more: {self._num_bytes} are in use by running work"
+                )
+            self._delete(self._load(victim))
+            self._num_evicted += 1
+
+    def _delete(self, context: StoredContext) -> None:
+        self._db.execute("DELETE FROM contexts WHERE context_id = ?", (context.context_id,))
+        self._collect(span.key for span in context.spans)
+
+    def _unpin(self, keys: Sequence[bytes]) -> None:
+        self._pinned_keys -= Counter(keys)
+        self._collect(keys)
+
+    def _collect(self, keys: Iterable[bytes]) -> None:
+        """Remove chunks that no context refers to and nobody holds."""
+        for key in set(keys):
+            if self._pinned_keys[key]:
+                continue
+            used = self._db.execute(
+                "SELECT 1 FROM context_chunks WHERE key = ? LIMIT 1", (key,)
+            ).fetchone()
+            if used is None:
+                for level in self._sizes(key):
+                    self._drop_chunk(key, level)
+
+    def _drop_chunk(self, key: bytes, level: str) -> int:
+        rows = self._db.execute(
+            "DELETE FROM chunks WHERE key = ? AND level = ? RETURNING num_bytes", (key, level)
+        ).fetchall()
+        for (num_bytes,) in rows:
+            self._num_bytes -= num_bytes
+            self._doomed.append((key, level))
+        return len(rows)
+
+    def _count_bytes(self) -> int:
+        row = self._db.execute("SELECT coalesce(sum(num_bytes), 0) FROM chunks").fetchone()
+        return int(row[0])
+
+    def _sizes(self, key: bytes) -> dict[str, int]:
+        return dict(
+            self._db.execute("SELECT level, num_bytes FROM chunks WHERE key = ?", (key,)).fetchall()
+        )
+
+    def _describe(self, context_id: str) -> ContextInfo:
+        row = self._db.execute(
+            "SELECT model_digest, created_at, count(key), coalesce(max(token_stop), 0)"
+            " FROM contexts LEFT JOIN context_chunks USING (context_id)"
+            " WHERE context_id = ? GROUP BY context_id",
+            (context_id,),
+        ).fetchone()
+        if row is None:
+            raise UnknownContext(context_id)
+        levels = self._db.execute(
+            "SELECT level, sum(num_bytes) FROM context_chunks JOIN chunks USING (key)"
+            " WHERE context_id = ? GROUP BY level ORDER BY level",
+            (context_id,),
+        ).fetchall()
+        return ContextInfo(
+            context_id=context_id,
+            model_digest=row[0],
+            num_tokens=row[3],
+            num_chunks=row[2],
+            bytes_by_level=dict(levels),
+            created_at=row[1],
+        )
+
+    def _load(self, context_id: str) -> StoredContext:
+        row = self._db.execute(
+            "SELECT tenant, model_digest, profile_digest, text_digest, text_chars, token_ids,"
+            " created_at FROM contexts WHERE context_id = ?",
+            (context_id,),
+        ).fetchone()
+        if row is None:
+            raise UnknownContext(context_id)
+        spans = self._db.execute(
+            "SELECT token_start, token_stop, key FROM context_chunks WHERE context_id = ?"
+            " ORDER BY position",
+            (context_id,),
+        ).fetchall()
+        return StoredContext(
+            context_id=context_id,
+            tenant=row[0],
+            model_digest=row[1],
+            profile_digest=row[2],
+            text_digest=row[3],
+            text_chars=row[4],
+            token_ids=tuple(np.frombuffer(zlib.decompress(row[5]), dtype="<u4").tolist()),
+            spans=tuple(ChunkSpan(*span) for span in spans),
+            created_at=row[6],
+        )
+
+    def _repair(self) -> int:
+        """Bring index and files into agreement after a crash; return how many items went."""
+        on_disk = {(key, level): size for key, level, size in self._files.scan()}
+        dropped = 0
+        with self._db:
+            for key, level, num_bytes in self._db.execute(
+                "SELECT key, level, num_bytes FROM chunks"
+            ).fetchall():
+                used = self._db.execute(
+                    "SELECT 1 FROM context_chunks WHERE key = ? LIMIT 1", (key,)
+                ).fetchone()
+                if used is None or on_disk.get((key, level)) != num_bytes:
+                    self._db.execute("DELETE FROM chunks WHERE key = ? AND level = ?", (key, level))
+                    dropped += 1
+        rows = self._db.execute("SELECT key, level FROM chunks").fetchall()
+        return dropped + self._files.remove_strays({(key, level) for key, level in rows})
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock, _map_sqlite_errors():
+            yield
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._lock, _map_sqlite_errors():
+            try:
+                # One transaction; sqlite3's own context manager commits it or rolls it back.
+                with self._db:
+                    yield
+            except BaseException:
+                self._doomed.clear()
+                self._num_bytes = self._count_bytes()
+                raise
+            # Files go after the rows are gone for good: a kill in between leaves files without a
+            # row, which the next start removes, never a row that promises a missing file.
+            doomed, self._doomed = self._doomed, []
+            for key, level in doomed:
+                with contextlib.suppress(StoreIOError):
+                    self._files.remove(key, level)
+
+
+class Ingest:
+    """One context on its way into the store; invisible until ``commit``."""
+
+    def __init__(self, store: ContextStore) -> None:
+        self._store = store
+        self._keys: list[bytes] = []
+
+    def missing_levels(self, key: bytes, levels: Sequence[str]) -> list[str]:
+        """Hold a chunk and return which of these levels are not stored yet."""
+        with self._store._reading():
+            self._store._pinned_keys[key] += 1
+            self._keys.append(key)
+            present = self._store._sizes(key)
+        return [level for level in levels if level not in present]
+
+    def put(self, key: bytes, level: str, payload: bytes) -> None:
+        """Store one encoded chunk, evicting the least recently used contexts where needed.
+
+        Raises:
+            StoreFull: quota or disk have no room.
+            StoreIOError: the disk failed.
+        """
+        self._store._put(key, level, payload)
+
+    def commit(self, context: StoredContext) -> None:
+        """Make the context visible, durably, in one step.
+
+        Raises:
+            ContextConflict: the id is taken by another text or model.
+        """
+        self._store._commit(context)
+
+    def close(self) -> None:
+        """Let go; chunks of an ingest that was not committed are removed."""
+        keys, self._keys = self._keys, []
+        with self._store._writing():
+            self._store._unpin(keys)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_same_content(left: StoredContext, right: StoredContext) -> bool:
+    """Tell whether two contexts are the same text under the same model and tenant."""
+    return (left.tenant, left.model_digest, left.token_ids) == (
+        right.tenant,
+        right.model_digest,
+        right.token_ids,
+    )
+
+
+def _lock_folder(root: Path) -> IO[bytes]:
+    with map_disk_errors(f"open {root}"):
+        lock_file = (root / "lock").open("wb")
+    try:
+        # The kernel drops this lock when the process ends, however it ends.
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock_file.close()
+        raise StoreLocked(f"the context store {root} is open in another process") from error
+    return lock_file
+
+
+def _open_index(path: Path) -> sqlite3.Connection:
+    with _map_sqlite_errors():
+        db = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+        try:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            has_tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] > 0
+            if version != SCHEMA_VERSION and (version or has_tables):
+                raise StoreVersionError(
+                    f"the context store {path.parent} has schema version {version}, this program"
+                    f" reads version {SCHEMA_VERSION}: move the folder away or run the matching release"
+                )
+            db.execute("PRAGMA journal_mode = WAL")
+            # FULL: a context that was reported as stored survives a power cut.
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute("PRAGMA foreign_keys = ON")
+            if not has_tables:
+                # One script, one transaction: a kill in the middle leaves an empty file.
+                db.executescript(
+                    f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+                )
+        except BaseException:
+            db.close()
+            raise
+    return db
+
+
+@contextlib.contextmanager
+def _map_sqlite_errors() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        # Errors of the Python module itself carry no code.
+        code = getattr(error, "sqlite_errorcode", 0)
+        if code & 0xFF == sqlite3.SQLITE_FULL:
+            raise StoreFull("the context store's index has no room: the disk is full") from error
+        raise StoreIOError(f"the context store's index failed: {error}") from error
