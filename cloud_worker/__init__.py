@@ -1,0 +1,1 @@
+"""The cloud worker: decodes KV chunks into the model's cache as they arrive, and answers."""

@@ -1,0 +1,51 @@
+"""Command line of the worker: settings in, exit code out.
+
+Exit codes: 0 after a clean stop, 2 for bad settings, 3 for a busy port, 4 for a broker that cannot
+be reached, 5 for a model that cannot be loaded, 1 for anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cloud_worker.config import load_config
+from cloud_worker.errors import (
+    BrokerUnavailable,
+    ConfigError,
+    ModelUnavailable,
+    PortInUse,
+    WorkerError,
+)
+
+EXIT_CODES: tuple[tuple[type[WorkerError], int], ...] = (
+    (ConfigError, 2),
+    (PortInUse, 3),
+    (BrokerUnavailable, 4),
+    (ModelUnavailable, 5),
+    (WorkerError, 1),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the worker until it is told to stop.
+
+    Args:
+        argv: arguments without the program's name; None takes ``sys.argv``.
+
+    Returns:
+        The process's exit code.
+    """
+    try:
+        config = load_config(sys.argv[1:] if argv is None else argv, os.environ)
+        # Imported late: a bad setting is told at once, not after torch has loaded.
+        from cloud_worker.program import run
+
+        run(config)
+    except WorkerError as error:
+        print(f"kvtide-worker: {error}", file=sys.stderr)
+        return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
+    except KeyboardInterrupt:
+        return 130
+    return 0
