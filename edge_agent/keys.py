@@ -1,27 +1,24 @@
-"""Chunk keys: what makes two chunks the same chunk.
+"""Names of what the store holds: chunks with their keys, contexts by content, texts by digest.
 
-A key covers everything that changes a KV value: the key format, the model identity, the profile
-set, the tenant and *all* token ids from position 0 to the chunk's end. Invariant: equal inputs give
-equal keys in every process and on every machine (no ``hash()``, no seed, no salt from a client).
-Must not know: files, wire, HTTP.
+The keys themselves come from ``engine.chunk_keys``, which the worker calls too; this module cuts a
+context into chunks and keys each. Must not know: files, wire, HTTP.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from blake3 import blake3
 
-KEY_FORMAT_VERSION = 1
-"""Raised with every change of what a key covers; old stores then hold unreachable chunks only."""
+from engine.chunk_keys import derive_chunk_keys, profile_set_digest
 
-_KEY_CONTEXT = "kvtide 2026-11 chunk key v1"
+__all__ = ["ChunkSpan", "chunk_spans", "derive_context_id", "profile_set_digest", "text_digest"]
+
 _CONTEXT_ID_CONTEXT = "kvtide 2026-11 context id v1"
 _TEXT_CONTEXT = "kvtide 2026-11 context text v1"
-_PROFILE_SET_CONTEXT = "kvtide 2026-11 profile set v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +35,6 @@ class ChunkSpan:
     @property
     def num_tokens(self) -> int:
         return self.token_stop - self.token_start
-
-
-def profile_set_digest(profile_digests: Iterable[bytes]) -> bytes:
-    """Name a set of codec profiles by one digest, whatever their order.
-
-    Args:
-        profile_digests: 32 bytes each.
-
-    Returns:
-        32 bytes.
-    """
-    hasher = blake3(derive_key_context=_PROFILE_SET_CONTEXT)
-    for digest in sorted(set(profile_digests)):
-        hasher.update(_framed(digest))
-    return hasher.digest()
 
 
 def text_digest(text: str) -> bytes:
@@ -82,20 +64,21 @@ def chunk_spans(
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}, must be at least 1")
-    chain = blake3(derive_key_context=_KEY_CONTEXT)
-    chain.update(struct.pack("<I", KEY_FORMAT_VERSION))
-    for part in (model_digest, profile_digest, tenant.encode()):
-        chain.update(_framed(part))
-    ids = np.asarray(token_ids, dtype="<u4")
-    spans: list[ChunkSpan] = []
-    for token_start in range(0, len(ids), chunk_tokens):
-        token_stop = min(token_start + chunk_tokens, len(ids))
-        chain.update(ids[token_start:token_stop].tobytes())
-        # The range closes the hash, so that a chunk with another start but the same end differs.
-        tail = chain.copy()
-        tail.update(struct.pack("<II", token_start, token_stop))
-        spans.append(ChunkSpan(token_start, token_stop, tail.digest()))
-    return tuple(spans)
+    ranges = [
+        (token_start, min(token_start + chunk_tokens, len(token_ids)))
+        for token_start in range(0, len(token_ids), chunk_tokens)
+    ]
+    keys = derive_chunk_keys(
+        token_ids,
+        ranges,
+        model_digest=model_digest,
+        profile_digest=profile_digest,
+        tenant=tenant,
+    )
+    return tuple(
+        ChunkSpan(token_start, token_stop, key)
+        for (token_start, token_stop), key in zip(ranges, keys, strict=True)
+    )
 
 
 def derive_context_id(*, tenant: str, model_digest: bytes, token_ids: Sequence[int]) -> str:

@@ -295,6 +295,16 @@ class ContextStore:
         with self._writing():
             self._delete(self._load(context_id))
 
+    def check_free(self, context: StoredContext) -> None:
+        """Tell before the work starts that an id is taken.
+
+        Raises:
+            ContextConflict: the id is taken by another text or model.
+        """
+        with self._reading(), contextlib.suppress(UnknownContext):
+            if not is_same_content(self._load(context.context_id), context):
+                raise ContextConflict(context.context_id)
+
     def begin_ingest(self) -> Ingest:
         """Start to store a context; close the result in any case."""
         return Ingest(self)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from edge_agent.errors import BadRequest
+from edge_agent.prompt import Message, context_token_ids, question_token_ids, strip_context
+
+
+class ByteTokenizer:
+    """One token a byte and a template like ChatML's, with a default system message."""
+
+    def __init__(self, *, trims: bool = False) -> None:
+        self.trims = trims
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def render_chat(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        turns = "".join(
+            f"<{m['role']}>{m['content'].strip() if self.trims else m['content']}</>"
+            for m in messages
+        )
+        head = "" if messages[0]["role"] == "system" else "<system>default</>"
+        return head + turns + ("<assistant>" if add_generation_prompt else "")
+
+
+TOKENIZER = ByteTokenizer()
+
+
+def prompt(context: str, messages: list[Message], tokenizer: ByteTokenizer = TOKENIZER) -> str:
+    ids = context_token_ids(tokenizer, context)
+    ids += question_token_ids(tokenizer, messages, has_context=True)
+    return bytes(ids).decode()
+
+
+def test_context_stands_in_front_of_the_first_user_message() -> None:
+    assert prompt("REPORT", [Message("user", "Why?")]) == (
+        "<system>default</><user>REPORT\n\nWhy?</><assistant>"
+    )
+
+
+def test_context_tokens_do_not_depend_on_the_question() -> None:
+    with_system = [Message("system", "Be brief."), Message("user", "Why?")]
+    assert prompt("REPORT", with_system) == (
+        "<system>default</><user>REPORT\n\nBe brief.\n\nWhy?</><assistant>"
+    )
+
+
+def test_later_turns_follow() -> None:
+    turns = [Message("user", "A?"), Message("assistant", "B."), Message("user", "C?")]
+    assert prompt("R", turns) == (
+        "<system>default</><user>R\n\nA?</><assistant>B.</><user>C?</><assistant>"
+    )
+
+
+def test_template_that_trims_keeps_the_context_as_it_is() -> None:
+    tokenizer = ByteTokenizer(trims=True)
+    text = prompt("  R  \n", [Message("user", "A?")], tokenizer)
+    assert text == "<system>default</><user>  R  \n\n\nA?</><assistant>"
+
+
+def test_without_context_the_plain_rendering_is_used() -> None:
+    ids = question_token_ids(
+        TOKENIZER, [Message("system", "S"), Message("user", "U")], has_context=False
+    )
+    assert bytes(ids).decode() == "<system>S</><user>U</><assistant>"
+
+
+def test_no_user_message_is_refused() -> None:
+    with pytest.raises(BadRequest, match="no user message"):
+        question_token_ids(TOKENIZER, [Message("system", "S")], has_context=True)
+
+
+def test_context_is_taken_off_the_first_message() -> None:
+    assert strip_context([Message("user", "REPORT\n\nWhy?")], 6) == [Message("user", "Why?")]
+    assert strip_context([Message("system", "REPORT"), Message("user", "Why?")], 6) == [
+        Message("user", "Why?")
+    ]
