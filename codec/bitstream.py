@@ -132,7 +132,7 @@ def pack(bitstream: Bitstream) -> bytes:
         bitstream.model_digest,
         bitstream.profile_digest,
     )
-    payload = memoryview(bitstream.payload)
+    payload = bitstream.payload.data
     body_crc = zlib.crc32(payload, zlib.crc32(table))
     fields += struct.pack("<I", body_crc)
     fields += struct.pack("<I", zlib.crc32(fields))
