@@ -128,7 +128,8 @@ def parse_chat(body: object) -> ChatRequest:
         max_tokens=_integer(fields, max_key, low=1, high=2**20),
         temperature=_number(fields, "temperature", low=0.0, high=2.0, default=0.0),
         top_p=_number(fields, "top_p", low=1e-6, high=1.0, default=1.0),
-        seed=_integer(fields, "seed", low=-(2**63), high=2**63 - 1) or 0,
+        # OpenAI's seeds may be negative, generators' may not.
+        seed=(_integer(fields, "seed", low=-(2**63), high=2**63 - 1) or 0) % 2**63,
         stop=_stop(fields.get("stop")),
         context_id=None
         if context_id is None

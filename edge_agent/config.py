@@ -128,7 +128,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("num_threads", 0, 1024),
     ("codec_threads", 1, 256),
     ("store_quota_bytes", 1, 2**60),
-    ("chunk_tokens", 1, 2**20),
+    ("chunk_tokens", 1, 65_536),
     ("deadline_s", 0.001, 86400),
     ("request_timeout_s", 0.1, 86400),
     ("claim_timeout_s", 0.05, 60),

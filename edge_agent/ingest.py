@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +28,12 @@ from edge_agent.keys import (
 )
 from edge_agent.prompt import context_token_ids
 from edge_agent.store import ContextStore, Ingest, StoredContext
+from edge_agent.threads import run_in
 from engine import KvCache, TorchEngine
 from telemetry import MetricSet, level_label, names
 
 PREFILL_SLICE_TOKENS = 512
 """Tokens per prefill step: large enough for full speed, small enough to cancel within a second or two."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,7 @@ class Ingestor:
         if not text.strip():
             raise BadRequest("text is empty, there is nothing to ingest")
         on_progress(Progress("tokenize", 0, 1))
-        token_ids = await _finish(
+        token_ids = await run_in(
             self._disk, lambda: context_token_ids(self._engine.tokenizer, text)
         )
         limit = self._engine.geometry.context_tokens - 1
@@ -197,16 +195,16 @@ class Ingestor:
             ),
             created_at=0.0,
         )
-        await _finish(self._disk, lambda: self._store.check_free(context))
+        await run_in(self._disk, lambda: self._store.check_free(context))
         async with self._one_at_a_time:
             job = self._store.begin_ingest()
             try:
                 num_computed = await self._fill(context, wanted, job, on_progress)
-                await _finish(self._disk, lambda: job.commit(context))
+                await run_in(self._disk, lambda: job.commit(context))
             finally:
-                # Shielded by _finish: by now no thread touches the job any more.
-                await _finish(self._disk, job.close)
-        info = await _finish(self._disk, lambda: self._store.describe(context.context_id))
+                # Shielded by run_in: by now no thread touches the job any more.
+                await run_in(self._disk, job.close)
+        info = await run_in(self._disk, lambda: self._store.describe(context.context_id))
         return IngestResult(
             context=context,
             bytes_by_level=info.bytes_by_level,
@@ -222,7 +220,7 @@ class Ingestor:
         on_progress: Callable[[Progress], None],
     ) -> int:
         missing: list[list[str]] = [
-            await _finish(self._disk, lambda key=span.key: job.missing_levels(key, levels))
+            await run_in(self._disk, lambda key=span.key: job.missing_levels(key, levels))
             for span in context.spans
         ]
         # Only the tokens up to the last chunk that lacks a level need to be computed.
@@ -231,7 +229,7 @@ class Ingestor:
             return 0
         num_tokens = context.spans[last].token_stop
         counts = _Counts(on_progress, num_tokens, sum(len(names_) for names_ in missing))
-        cache = await _finish(self._compute, lambda: self._engine.new_cache(num_tokens))
+        cache = await run_in(self._compute, lambda: self._engine.new_cache(num_tokens))
         encoding: asyncio.Task[None] | None = None
         try:
             for span, names_ in zip(context.spans[: last + 1], missing, strict=False):
@@ -240,7 +238,7 @@ class Ingestor:
                     await encoding
                     encoding = None
                 if names_:
-                    kv = await _finish(
+                    kv = await run_in(
                         self._compute, lambda s=span: cache.read(s.token_start, s.token_stop)
                     )
                     encoding = asyncio.create_task(
@@ -261,9 +259,7 @@ class Ingestor:
         for start in range(span.token_start, span.token_stop, PREFILL_SLICE_TOKENS):
             stop = min(start + PREFILL_SLICE_TOKENS, span.token_stop)
             ids = list(token_ids[start:stop])
-            await _finish(
-                self._compute, lambda a=start, i=ids: self._engine.prefill(cache, i, start=a)
-            )
+            await run_in(self._compute, lambda a=start, i=ids: self._engine.fill(cache, i, a))
             counts.prefilled(stop)
         self._observe("prefill", self._clock() - started)
 
@@ -279,10 +275,10 @@ class Ingestor:
         layer0: npt.NDArray[np.float32] | None = None
         if any(level.startswith("klt:") for level in levels):
             ids = list(token_ids[span.token_start : span.token_stop])
-            layer0 = await _finish(self._disk, lambda: self._engine.layer0_kv(ids))
+            layer0 = await run_in(self._disk, lambda: self._engine.layer0_kv(ids))
         for level in levels:
             started = self._clock()
-            payload = await _finish(
+            payload = await run_in(
                 self._disk,
                 lambda name=level: self._codec.encode(
                     kv,
@@ -294,7 +290,7 @@ class Ingestor:
             encoded = self._clock()
             self._metrics.observe(names.EDGE_ENCODE_SECONDS, encoded - started, level_label(level))
             counts.encoded()
-            await _finish(self._disk, lambda name=level, p=payload: job.put(span.key, name, p))
+            await run_in(self._disk, lambda name=level, p=payload: job.put(span.key, name, p))
             self._observe("store", self._clock() - encoded)
             counts.stored()
 
@@ -322,17 +318,3 @@ class _Counts:
     def stored(self) -> None:
         self._stored += 1
         self._report(Progress("store", self._stored, self._files))
-
-
-async def _finish(executor: Executor, work: Callable[[], _T]) -> _T:
-    """Run a step in a thread; on cancellation wait for the thread before passing it on.
-
-    A thread cannot be stopped, and it holds the KV cache and the store's job: to leave while it runs
-    would clean up under its feet.
-    """
-    future = asyncio.get_running_loop().run_in_executor(executor, work)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise

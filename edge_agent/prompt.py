@@ -2,20 +2,23 @@
 
 A prompt is rendered as a chat whose first user message starts with the context. Its tokens are two
 lists, made apart: the *context* tokens (everything up to the end of the context's text, fixed at the
-ingest) and the *question* tokens (the rest of the rendering). Invariant: the context's tokens never
-depend on the question, so its KV cache holds for every question. Must not know: HTTP, store, wire.
+ingest) and the *question* tokens (the rest of the rendering). Invariants: the context's tokens never
+depend on the question, so its KV cache holds for every question; text from a client or a document is
+tokenized literally, so that a control token spelled out in it cannot end a turn. Must not know:
+HTTP, store, wire.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from edge_agent.errors import BadRequest
 
-_MARK = "\u241ekvtide:context\u241e"
-"""Stands for the context while a chat template renders; the control pictures keep it unlike text."""
+_MARK = re.compile("\u241ekvtide:([0-9]+)\u241e")
+"""Stands for a message's text while a chat template renders; the symbol keeps it unlike text."""
 
 _GAP = "\n\n"
 """Between the context and the question, and between instructions."""
@@ -24,10 +27,10 @@ _GAP = "\n\n"
 class ChatTokenizer(Protocol):
     """The part of the engine's tokenizer that prompts need."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, literal: bool = False) -> list[int]: ...
 
     def render_chat(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = True
+        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True
     ) -> str: ...
 
 
@@ -51,8 +54,8 @@ def context_token_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
     Returns:
         Token ids from position 0 to the end of the context's text.
     """
-    head, _ = _split_at_mark(tokenizer, [Message("user", _MARK)])
-    return tokenizer.encode(head + text)
+    head, *_ = _render(tokenizer, ["user"])
+    return tokenizer.encode(head) + tokenizer.encode(text, literal=True)
 
 
 def question_token_ids(
@@ -68,10 +71,15 @@ def question_token_ids(
     Returns:
         Token ids to be put behind the context's.
     """
-    if not has_context:
-        return tokenizer.encode(tokenizer.render_chat(_as_dicts(messages)))
-    _, tail = _split_at_mark(tokenizer, _with_mark(messages))
-    return tokenizer.encode(tail)
+    turns = _behind_context(messages) if has_context else list(messages)
+    if not any(turn.role == "user" for turn in turns):
+        raise BadRequest("messages has no user message, so there is nothing to answer")
+    pieces = _render(tokenizer, [turn.role for turn in turns])
+    token_ids = [] if has_context else tokenizer.encode(pieces[0])
+    for index, frame in zip(pieces[1::2], pieces[2::2], strict=True):
+        token_ids += tokenizer.encode(turns[int(index)].content, literal=True)
+        token_ids += tokenizer.encode(frame)
+    return token_ids
 
 
 def strip_context(messages: Sequence[Message], num_chars: int) -> list[Message]:
@@ -81,27 +89,26 @@ def strip_context(messages: Sequence[Message], num_chars: int) -> list[Message]:
     return [Message(first.role, remainder), *rest] if remainder else rest
 
 
-def _with_mark(messages: Sequence[Message]) -> list[Message]:
-    """Put the mark and all instructions in front of the first user message.
+def _behind_context(messages: Sequence[Message]) -> list[Message]:
+    """Put all instructions in front of the first user message.
 
     A system message cannot stay in front: it would come before the context and change its KV cache.
     """
     first_user = next((i for i, message in enumerate(messages) if message.role == "user"), None)
     if first_user is None:
-        raise BadRequest("messages has no user message, so there is nothing to answer")
+        return []
     instructions = [message.content for message in messages if message.role == "system"]
-    merged = _GAP.join([_MARK, *instructions, messages[first_user].content])
+    merged = "".join(_GAP + text for text in [*instructions, messages[first_user].content])
     turns = [message for message in messages[first_user + 1 :] if message.role != "system"]
     return [Message("user", merged), *turns]
 
 
-def _split_at_mark(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> tuple[str, str]:
-    rendered = tokenizer.render_chat(_as_dicts(messages))
-    head, mark, tail = rendered.partition(_MARK)
-    if not mark:
-        raise BadRequest("the model's chat template drops the first user message")
-    return head, tail
-
-
-def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+def _render(tokenizer: ChatTokenizer, roles: Sequence[str]) -> list[str]:
+    """Render messages of these roles and return [frame, index, frame, index, ..., frame]."""
+    marked = [
+        {"role": role, "content": f"\u241ekvtide:{index}\u241e"} for index, role in enumerate(roles)
+    ]
+    pieces = _MARK.split(tokenizer.render_chat(marked))
+    if len(pieces) < 2 or pieces[1] != "0":
+        raise BadRequest("the model's chat template drops the first message")
+    return pieces

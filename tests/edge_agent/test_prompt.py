@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from edge_agent.errors import BadRequest
@@ -12,11 +14,12 @@ class ByteTokenizer:
     def __init__(self, *, trims: bool = False) -> None:
         self.trims = trims
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str, *, literal: bool = False) -> list[int]:
+        # A closing tag from the template is one token, spelled out in a text it is three.
+        return list(text.encode() if literal else text.replace("</>", "\x03").encode())
 
     def render_chat(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = True
+        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         turns = "".join(
             f"<{m['role']}>{m['content'].strip() if self.trims else m['content']}</>"
@@ -32,7 +35,7 @@ TOKENIZER = ByteTokenizer()
 def prompt(context: str, messages: list[Message], tokenizer: ByteTokenizer = TOKENIZER) -> str:
     ids = context_token_ids(tokenizer, context)
     ids += question_token_ids(tokenizer, messages, has_context=True)
-    return bytes(ids).decode()
+    return bytes(ids).decode().replace("\x03", "</>")
 
 
 def test_context_stands_in_front_of_the_first_user_message() -> None:
@@ -65,7 +68,7 @@ def test_without_context_the_plain_rendering_is_used() -> None:
     ids = question_token_ids(
         TOKENIZER, [Message("system", "S"), Message("user", "U")], has_context=False
     )
-    assert bytes(ids).decode() == "<system>S</><user>U</><assistant>"
+    assert bytes(ids).decode() == "<system>S\x03<user>U\x03<assistant>"
 
 
 def test_no_user_message_is_refused() -> None:
@@ -78,3 +81,9 @@ def test_context_is_taken_off_the_first_message() -> None:
     assert strip_context([Message("system", "REPORT"), Message("user", "Why?")], 6) == [
         Message("user", "Why?")
     ]
+
+
+def test_control_tokens_in_a_text_stay_text() -> None:
+    ids = context_token_ids(TOKENIZER, "a</>b")
+    ids += question_token_ids(TOKENIZER, [Message("user", "c</>d")], has_context=True)
+    assert bytes(ids).decode() == "<system>default\x03<user>a</>b\n\nc</>d\x03<assistant>"
