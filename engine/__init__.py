@@ -17,6 +17,7 @@ from engine.geometry import KvGeometry
 from engine.identity import ModelIdentity
 from engine.kv_cache import KvCache
 from engine.loading import load_engine
+from engine.protocol import Engine
 from engine.rope import RotaryTables
 from engine.sampling import Sampling
 from engine.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ __all__ = [
     "CatalogModel",
     "ContextTooLong",
     "DeviceUnavailable",
+    "Engine",
     "EngineError",
     "KvCache",
     "KvGeometry",

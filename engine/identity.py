@@ -21,7 +21,25 @@ NO_ADAPTER = bytes(32)
 _MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors itself uses
 # Keys of config.json that cannot change a KV value: names, ids of control tokens, training and storage.
 _IRRELEVANT_CONFIG_KEYS = frozenset(
-    ["_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "is_llama_config", "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version", "transformers.js_config", "use_cache", "attention_dropout", "hidden_dropout", "output_attentions", "output_hidden_states"]
+    [
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "is_llama_config",
+        "pad_token_id",
+        "pretraining_tp",
+        "torch_dtype",
+        "transformers_version",
+        "transformers.js_config",
+        "use_cache",
+        "attention_dropout",
+        "hidden_dropout",
+        "output_attentions",
+        "output_hidden_states",
+    ]
 )
 
 

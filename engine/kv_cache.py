@@ -154,7 +154,7 @@ class KvCache:
             )
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc] # transformers ships no types
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call] # transformers' own __init_subclass__
     """One layer of a `TransformersView`: writes in place, returns slices."""
 
     is_sliding = (
@@ -162,10 +162,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc] # transformers ships no typ
     )
 
     def __init__(self, storage: torch.Tensor, num_tokens: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # transformers' own
         # [token, head, dim] -> [batch=1, head, token, dim], both views of the same memory.
-        self.keys = storage[0].transpose(0, 1).unsqueeze(0)
-        self.values = storage[1].transpose(0, 1).unsqueeze(0)
+        self._k = storage[0].transpose(0, 1).unsqueeze(0)
+        self._v = storage[1].transpose(0, 1).unsqueeze(0)
+        self.keys = self._k
+        self.values = self._v
         self.is_initialized = True
         self.num_tokens = num_tokens
 
@@ -176,10 +178,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc] # transformers ships no typ
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start, stop = self.num_tokens, self.num_tokens + key_states.shape[2]
-        self.keys[:, :, start:stop].copy_(key_states)
-        self.values[:, :, start:stop].copy_(value_states)
+        self._k[:, :, start:stop].copy_(key_states)
+        self._v[:, :, start:stop].copy_(value_states)
         self.num_tokens = stop
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        return self._k[:, :, :stop], self._v[:, :, :stop]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.num_tokens + query_length, 0
@@ -188,14 +190,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc] # transformers ships no typ
         return self.num_tokens
 
     def get_max_length(self) -> int:
-        return int(self.keys.shape[2])
+        return int(self._k.shape[2])
 
     def get_max_cache_shape(self) -> int:
-        return int(self.keys.shape[2])  # the name before transformers 5.20
+        return self.get_max_length()  # its name before transformers 5.20
 
 
-class TransformersView(Cache):  # type: ignore[misc] # transformers ships no types
+class TransformersView(Cache):
     """A `KvCache` in the shape that transformers' models want."""
 
     def __init__(self, layers: list[_Layer]) -> None:
-        super().__init__(layers=layers)
+        super().__init__(layers=[*layers])

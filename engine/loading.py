@@ -89,8 +89,9 @@ def _config(name: str, folder: Path) -> Any:
 
 def _model(name: str, folder: Path, config: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
+    from transformers.utils import logging
 
+    transformers_logging: Any = logging  # its functions carry no types
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -6,6 +6,7 @@ there. Knows nothing of chunks, levels or the network.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,7 @@ class TorchEngine:
         self._model = model
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
         self._device = next(model.parameters()).device
-        self._dtype = next(model.parameters()).dtype
+        self._dtype: torch.dtype = next(model.parameters()).dtype
         parameters = inspect.signature(model.forward).parameters
         # transformers renamed the argument in 5.20 and warns about the old name.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -225,10 +226,8 @@ class TorchEngine:
             capture = _CaptureLayer0()
             # At position 0 RoPE turns nothing: what layer 0 hands to the cache is K before RoPE.
             positions = torch.zeros((1, len(piece)), dtype=torch.long, device=self._device)
-            try:
+            with contextlib.suppress(_LayerCaptured):
                 self._call(self._decoder, capture, piece, positions)
-            except _LayerCaptured:
-                pass
             span = slice(done, done + len(piece))
             for index, tensor in enumerate(capture.captured()):
                 out[index, span] = _to_numpy(tensor[0].transpose(0, 1))
@@ -380,7 +379,7 @@ class _LayerCaptured(Exception):  # control flow, not an error
     """Unwinds the forward pass as soon as layer 0 has its K and V."""
 
 
-class _CaptureLayer0(Cache):  # type: ignore[misc] # transformers ships no types
+class _CaptureLayer0(Cache):
     """A cache that takes layer 0's K and V and ends the forward pass there."""
 
     def __init__(self) -> None:
