@@ -8,6 +8,7 @@ never runs twice at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -77,6 +78,8 @@ async def _run(executor: Executor, step: Callable[[], T]) -> Timed[T]:
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        if not future.cancelled():
-            await asyncio.wait([asyncio.wrap_future(future)])
+        while not future.done():
+            # A second cancellation must not end the wait either; a step is short.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([asyncio.wrap_future(future)])
         raise
