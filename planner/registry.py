@@ -1,0 +1,57 @@
+"""Names that a configuration or a request may use for policies and estimators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planner.baselines import LastSample, MedianRate
+from planner.errors import UnknownEstimator, UnknownPolicy
+from planner.policies import CachegenPolicy, FixedPolicy, Policy, TextPolicy
+from planner.samples import Estimator
+
+_FIXED_PREFIX = "fixed:"
+
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "text": TextPolicy,
+    "fp16": lambda: FixedPolicy("fp16", name="fp16"),
+    "int8": lambda: FixedPolicy("int8", name="int8"),
+    "cachegen": CachegenPolicy,
+}
+_ESTIMATORS: dict[str, Callable[[], Estimator]] = {
+    "last-sample": LastSample,
+    "median-rate": MedianRate,
+}
+
+
+def policy_names() -> tuple[str, ...]:
+    """Names for `make_policy`; ``fixed:<level>`` stands for any level."""
+    return (*_POLICIES, _FIXED_PREFIX + "<level>")
+
+
+def estimator_names() -> tuple[str, ...]:
+    """Names for `make_estimator`."""
+    return tuple(_ESTIMATORS)
+
+
+def make_policy(name: str) -> Policy:
+    """Build a policy: one per request, because a policy may remember.
+
+    Raises:
+        UnknownPolicy: no such name.
+    """
+    if name.startswith(_FIXED_PREFIX) and len(name) > len(_FIXED_PREFIX):
+        return FixedPolicy(name.removeprefix(_FIXED_PREFIX))
+    if name not in _POLICIES:
+        raise UnknownPolicy(name, policy_names())
+    return _POLICIES[name]()
+
+
+def make_estimator(name: str) -> Estimator:
+    """Build an estimator with nothing learned.
+
+    Raises:
+        UnknownEstimator: no such name.
+    """
+    if name not in _ESTIMATORS:
+        raise UnknownEstimator(name, estimator_names())
+    return _ESTIMATORS[name]()
