@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from codec import reference
+from codec import native
 from codec.bitstream import Bitstream
-from codec.errors import CorruptBitstream
+from codec.errors import CodecError, CorruptBitstream
 from codec.geometry import BLOCK_TOKENS, BlockGrid, FloatArray, Geometry
 from codec.levels import LevelSet
 from codec.transform import EncodedBlocks, LayerZero
@@ -28,63 +28,55 @@ class BaselineTransform:
     level_set: LevelSet
     num_threads: int
 
-    def block_bytes(self, num_tokens: int) -> int:
+    @staticmethod
+    def block_bytes(geometry: Geometry, level_set: LevelSet, num_tokens: int) -> int:
         """Return the size of a block of `num_tokens` tokens."""
-        if self.level_set is LevelSet.FP16:
-            return 2 * num_tokens * self.geometry.head_dim
-        return num_tokens * (2 + self.geometry.head_dim)
+        if level_set is LevelSet.FP16:
+            return 2 * num_tokens * geometry.head_dim
+        return num_tokens * (2 + geometry.head_dim)
 
-    def max_payload_bytes(self, num_tokens: int) -> int:
+    @classmethod
+    def payload_bytes(cls, geometry: Geometry, level_set: LevelSet, num_tokens: int) -> int:
         """Return the payload's size, which is also its bound."""
-        return int(self._offsets(BlockGrid(self.geometry, num_tokens, BLOCK_TOKENS))[-1])
+        return int(cls._offsets(BlockGrid(geometry, num_tokens, BLOCK_TOKENS), level_set)[-1])
 
     def encode(
         self, kv: FloatArray, *, level_index: int, token_start: int, layer0: LayerZero
     ) -> EncodedBlocks:
         """Encode a checked chunk, kv [layer, 2, token, head, dim]."""
         grid = BlockGrid(self.geometry, kv.shape[2], BLOCK_TOKENS)
-        encode = (
-            reference.encode_fp16_block
-            if self.level_set is LevelSet.FP16
-            else reference.encode_int8_block
+        ends = self._offsets(grid, self.level_set)
+        if ends[-1] >= 2**32:
+            raise CodecError(f"the chunk needs {ends[-1]} bytes; use shorter chunks (limit 4 GiB)")
+        offsets = ends.astype(np.uint32)
+        payload = np.empty(int(ends[-1]), np.uint8)
+        shape = native.Shape.of(
+            self.geometry, kv, block_tokens=BLOCK_TOKENS, threads=self.num_threads
         )
-        blocks = [
-            encode(kv[layer, side, grid.span(span), head])
-            for layer in range(self.geometry.num_layers)
-            for side in range(2)
-            for head in range(self.geometry.num_kv_heads)
-            for span in range(grid.num_spans)
-        ]
-        payload = np.frombuffer(b"".join(blocks), np.uint8)
-        return EncodedBlocks(BLOCK_TOKENS, self._offsets(grid).astype(np.uint32), payload)
+        name = "kv_fp16_encode" if self.level_set is LevelSet.FP16 else "kv_int8_encode"
+        native.call(name, shape, kv, offsets, payload)
+        return EncodedBlocks(BLOCK_TOKENS, offsets, payload)
 
     def decode(self, stream: Bitstream, *, out: FloatArray, layer0: LayerZero) -> None:
         """Decode into `out`, [layer, 2, token, head, dim]."""
         grid = stream.grid
-        if not np.array_equal(stream.offsets, self._offsets(grid)):
+        if not np.array_equal(stream.offsets, self._offsets(grid, self.level_set)):
             raise CorruptBitstream(f"the block sizes are not those of level {stream.level}")
-        decode = (
-            reference.decode_fp16_block
-            if self.level_set is LevelSet.FP16
-            else reference.decode_int8_block
+        shape = native.Shape.of(
+            self.geometry, out, block_tokens=stream.block_tokens, threads=self.num_threads
         )
-        block = 0
-        for layer in range(self.geometry.num_layers):
-            for side in range(2):
-                for head in range(self.geometry.num_kv_heads):
-                    for span in range(grid.num_spans):
-                        data = stream.payload[stream.offsets[block] : stream.offsets[block + 1]]
-                        tokens = grid.span(span)
-                        values = decode(
-                            data.tobytes(), tokens.stop - tokens.start, self.geometry.head_dim
-                        )
-                        if out.dtype == np.float16:
-                            out[layer, side, tokens, head] = reference.to_half(values)
-                        else:
-                            out[layer, side, tokens, head] = values
-                        block += 1
+        if self.level_set is LevelSet.FP16:
+            bad = native.find_bad(stream.payload.view(np.float16), np.inf)
+            if bad is not None:
+                raise CorruptBitstream(f"value {bad} of the payload is not finite")
+            native.call("kv_fp16_decode", shape, stream.payload, stream.offsets, out)
+            return
+        status = np.zeros(grid.num_blocks, np.int32)
+        native.call("kv_int8_decode", shape, stream.payload, stream.offsets, out, status)
+        native.check_status(status)
 
-    def _offsets(self, grid: BlockGrid) -> npt.NDArray[np.int64]:
-        sizes = np.asarray([self.block_bytes(int(n)) for n in grid.span_tokens()], np.int64)
-        ends = np.cumsum(np.tile(sizes, grid.num_blocks // grid.num_spans))
+    @classmethod
+    def _offsets(cls, grid: BlockGrid, level_set: LevelSet) -> npt.NDArray[np.int64]:
+        sizes = [cls.block_bytes(grid.geometry, level_set, int(n)) for n in grid.span_tokens()]
+        ends = np.cumsum(np.tile(np.asarray(sizes, np.int64), grid.num_blocks // grid.num_spans))
         return np.concatenate((np.zeros(1, np.int64), ends))

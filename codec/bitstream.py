@@ -118,7 +118,7 @@ def pack(bitstream: Bitstream) -> bytes:
         MAGIC,
         VERSION,
         HEADER_BYTES,
-        bitstream.level_set,
+        bitstream.level_set.wire_id,
         bitstream.level_index,
         0,
         geometry.num_layers,
@@ -191,7 +191,7 @@ def parse(data: bytes | bytearray | memoryview) -> Bitstream:
             f"the bitstream has {len(view)} bytes; its header says {total_bytes}"
         )
     try:
-        level_set = LevelSet(level_set_id)
+        level_set = LevelSet.from_wire_id(level_set_id)
         geometry = Geometry(num_layers, num_kv_heads, head_dim)
     except ValueError as error:
         raise CorruptBitstream(f"impossible header: {error}") from error

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from codec import bitstream
+from codec import bitstream, native
 from codec.baselines import BaselineTransform
-from codec.errors import ProfileMismatch, ShapeMismatch, UnknownLevel
+from codec.cachegen import CachegenTransform
+from codec.errors import NonFiniteInput, ProfileMismatch, ShapeMismatch, UnknownLevel
 from codec.geometry import (
     BLOCK_TOKENS,
     BlockGrid,
     FloatArray,
     Geometry,
     Rotary,
-    check_finite,
     check_kv,
 )
 from codec.levels import BASELINE_LEVELS, LevelInfo, LevelSet, parse_level
@@ -87,18 +87,31 @@ class Codec:
         self.profiles = tuple(profiles)
         self.num_threads = num_threads
         self.rotary = rotary
+        for profile in self.profiles:
+            if profile.model_digest != self.model_digest:
+                raise ProfileMismatch(
+                    "the profile's model", expected=self.model_digest, actual=profile.model_digest
+                )
+            if profile.geometry != geometry:
+                raise ShapeMismatch(f"the profile has {profile.geometry}, the model {geometry}")
+        sets = [profile.level_set for profile in self.profiles]
+        if len(set(sets)) != len(sets):
+            raise ShapeMismatch("two profiles of one level set")
         self._transforms: dict[LevelSet, Transform] = {
             level_set: BaselineTransform(geometry, level_set, num_threads)
             for level_set in (LevelSet.FP16, LevelSet.INT8)
         }
-        self._profile_digests: dict[LevelSet, bytes] = {}
+        for profile in self.profiles:
+            self._transforms[profile.level_set] = _transform_of(profile, num_threads)
+        self._profile_digests = {profile.level_set: profile.digest for profile in self.profiles}
 
     def levels(self) -> tuple[LevelInfo, ...]:
         """Return every level that this codec can encode, finest set first."""
-        from_profiles = [info for profile in self.profiles for info in profile.levels]
-        named = {info.name for info in from_profiles}
         # A profile may carry what fp16 and int8 lose on its model; then that entry replaces the bare one.
-        return (*(info for info in BASELINE_LEVELS if info.name not in named), *from_profiles)
+        found = {info.name: info for info in BASELINE_LEVELS}
+        for profile in self.profiles:
+            found.update({info.name: info for info in profile.levels})
+        return tuple(found.values())
 
     def encode(
         self,
@@ -131,7 +144,7 @@ class Codec:
         kv = check_kv(kv, self.geometry)
         if not 0 <= token_start < 2**62:
             raise ShapeMismatch(f"token_start is {token_start}; a position is 0 or more")
-        check_finite(kv, limit=VALUE_LIMIT)
+        _check_finite(kv)
         blocks = self._transforms[level_set].encode(
             kv, level_index=index, token_start=token_start, layer0=layer0
         )
@@ -207,6 +220,27 @@ def max_encoded_bytes(geometry: Geometry, num_tokens: int, level: str) -> int:
         UnknownLevel: no such level set.
     """
     level_set, _ = parse_level(level)
-    transform = BaselineTransform(geometry, level_set, 1)
+    if level_set is LevelSet.CACHEGEN:
+        payload = CachegenTransform.max_payload_bytes(geometry, num_tokens)
+    elif not level_set.needs_profile:
+        payload = BaselineTransform.payload_bytes(geometry, level_set, num_tokens)
+    else:
+        raise UnknownLevel(f"no bound is known for level {level!r}")
     num_blocks = BlockGrid(geometry, num_tokens, BLOCK_TOKENS).num_blocks
-    return bitstream.HEADER_BYTES + 4 * (num_blocks + 1) + transform.max_payload_bytes(num_tokens)
+    return bitstream.HEADER_BYTES + 4 * (num_blocks + 1) + payload
+
+
+def _transform_of(profile: Profile, num_threads: int) -> Transform:
+    if profile.level_set is LevelSet.CACHEGEN:
+        return CachegenTransform(profile, num_threads=num_threads)
+    raise UnknownLevel(f"this build has no level set {profile.level_set!r} with a profile")
+
+
+def _check_finite(kv: FloatArray) -> None:
+    bad = native.find_bad(kv, VALUE_LIMIT)
+    if bad is None:
+        return
+    layer, side, token, head, dim = (int(i) for i in np.unravel_index(bad, kv.shape))
+    value = float(kv[layer, side, token, head, dim])
+    reason = "not finite" if not np.isfinite(value) else f"larger than {VALUE_LIMIT:g}"
+    raise NonFiniteInput(reason, index=(layer, side, token, head, dim), value=value)

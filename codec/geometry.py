@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from codec.errors import NonFiniteInput, ShapeMismatch
+from codec.errors import ShapeMismatch
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -16,7 +16,6 @@ __all__ = [
     "FloatArray",
     "Geometry",
     "Rotary",
-    "check_finite",
     "check_kv",
 ]
 
@@ -138,18 +137,3 @@ def check_kv(kv: object, geometry: Geometry) -> FloatArray:
     if not 1 <= num_tokens <= MAX_CHUNK_TOKENS:
         raise ShapeMismatch(f"a chunk holds 1 to {MAX_CHUNK_TOKENS} tokens, not {num_tokens}")
     return np.ascontiguousarray(kv)
-
-
-def check_finite(kv: FloatArray, *, limit: float = np.inf) -> None:
-    """Refuse NaN, infinities and magnitudes above `limit`, naming the first place.
-
-    Raises:
-        NonFiniteInput: with the index [layer, kv, token, head, dim] and the value.
-    """
-    for layer in range(kv.shape[0]):  # layer by layer, so that the mask stays small
-        good = np.abs(kv[layer]) <= limit if limit < np.inf else np.isfinite(kv[layer])
-        if not good.all():
-            index = (layer, *(int(i) for i in np.argwhere(~good)[0]))
-            value = float(kv[index])
-            reason = "too large for this level" if np.isfinite(value) else "not finite"
-            raise NonFiniteInput(reason, index=index, value=value)

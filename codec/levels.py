@@ -10,23 +10,38 @@ from codec.errors import UnknownLevel
 __all__ = ["BASELINE_LEVELS", "LevelInfo", "LevelSet", "level_name", "parse_level"]
 
 
-class LevelSet(enum.IntEnum):
-    """Families of levels that share a transform. The numbers are in every bitstream."""
+class LevelSet(enum.StrEnum):
+    """Families of levels that share a transform; the value is the first part of a level's name."""
 
-    FP16 = 1
-    INT8 = 2
-    CACHEGEN = 3
-    KLT = 4
+    FP16 = "fp16"
+    INT8 = "int8"
+    CACHEGEN = "cachegen"
+    KLT = "klt"
 
     @property
-    def label(self) -> str:
-        """The name in level names: `fp16`, `int8`, `cachegen`, `klt`."""
-        return self.name.lower()
+    def wire_id(self) -> int:
+        """The number in bitstreams and profiles."""
+        return _WIRE_IDS[self]
+
+    @classmethod
+    def from_wire_id(cls, wire_id: int) -> LevelSet:
+        """Return the set of a number.
+
+        Raises:
+            ValueError: no set has it.
+        """
+        for level_set, known in _WIRE_IDS.items():
+            if known == wire_id:
+                return level_set
+        raise ValueError(f"no level set has number {wire_id}")
 
     @property
     def needs_profile(self) -> bool:
         """Whether bitstreams of this set can only be read with a profile."""
         return self not in (LevelSet.FP16, LevelSet.INT8)
+
+
+_WIRE_IDS = {LevelSet.FP16: 1, LevelSet.INT8: 2, LevelSet.CACHEGEN: 3, LevelSet.KLT: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +76,7 @@ BASELINE_LEVELS = (
 
 def level_name(level_set: LevelSet, index: int) -> str:
     """Return `fp16`, `int8` or `<set>:<index>`."""
-    return f"{level_set.label}:{index}" if level_set.needs_profile else level_set.label
+    return f"{level_set}:{index}" if level_set.needs_profile else str(level_set)
 
 
 def parse_level(name: str) -> tuple[LevelSet, int]:
@@ -72,7 +87,7 @@ def parse_level(name: str) -> tuple[LevelSet, int]:
     """
     label, colon, number = name.partition(":")
     for level_set in LevelSet:
-        if level_set.label != label:
+        if level_set != label:
             continue
         if not level_set.needs_profile and not colon:
             return level_set, 0

@@ -75,6 +75,15 @@ class Tables(ctypes.Structure):
         return made
 
 
+class CachegenLevel(ctypes.Structure):
+    """`kv_cachegen_level` in entry_cpu.cpp; keeps the arrays that it points to alive."""
+
+    _fields_: ClassVar[Sequence[Any]] = [
+        (name, ctypes.c_void_p)
+        for name in ("anchor_step", "delta_step", "anchor_shift", "anchor_table", "delta_table")
+    ]
+
+
 def pointer(array: npt.NDArray[Any]) -> int:
     """Return the address of a contiguous array's first byte."""
     assert array.flags.c_contiguous

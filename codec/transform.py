@@ -45,10 +45,6 @@ class Transform(Protocol):
         """Which level set this is."""
         ...
 
-    def max_payload_bytes(self, num_tokens: int) -> int:
-        """Return a bound on the payload of any chunk of that many tokens."""
-        ...
-
     def encode(
         self, kv: FloatArray, *, level_index: int, token_start: int, layer0: LayerZero
     ) -> EncodedBlocks:
