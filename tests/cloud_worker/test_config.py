@@ -90,3 +90,12 @@ def test_an_empty_or_missing_secret_is_refused(tmp_path: Path) -> None:
         read_secret(tmp_path / "empty", "nats_token_file")
     with pytest.raises(ConfigError, match="cannot read"):
         read_secret(tmp_path / "missing", "nats_token_file")
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "config-worker.md").read_text()
+    for item in fields(WorkerConfig):
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{item.name}` |")]
+        default = row.split("|")[2].strip().strip("`")
+        shown = {"none": None, "empty": item.default}.get(default, default)
+        assert str(shown) == str(item.default), item.name
