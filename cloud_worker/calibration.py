@@ -24,11 +24,14 @@ from engine import KvCache, TorchEngine
 
 REPEATS = 2
 """Each measurement is made this often and the fastest one counts: noise only ever adds time."""
-DECODE_TOKENS = 256
-"""Tokens of the chunk that is decoded for measuring; longer ones cost in proportion."""
+SHORT_STEP_TOKENS = 8
+"""Tokens of a short step, which is mostly the reading of the weights."""
+MAX_STEP_TOKENS = 128
+"""Most tokens of a measured prefill step and of the decoded chunk: start-up has to stay short, and a
+longer step only costs less per token."""
 FAR_SHARE = 0.5
 """Second position measured, as a share of the model's context window."""
-MAX_FAR_TOKENS = 4096
+MAX_FAR_TOKENS = 2048
 """Largest second position: a longer cache would only cost memory at start."""
 
 Samples = tuple[tuple[PrefillSample, ...], tuple[DecodeSample, ...]]
@@ -58,23 +61,24 @@ def calibrate(
 
 
 def measure(engine: TorchEngine, codec: Codec, *, step_tokens: int) -> Samples:
-    """Measure prefill at two positions and the decoding of one chunk per level set."""
+    """Measure short and long prefill steps, near and far, and the decoding of one chunk per level set."""
     window = engine.geometry.context_tokens
-    num_tokens = min(step_tokens, window // 2)
+    num_tokens = min(step_tokens, MAX_STEP_TOKENS, window // 2)
     far = min(int(window * FAR_SHARE), MAX_FAR_TOKENS, window - num_tokens)
     cache = engine.new_cache(far + num_tokens)
     rng = np.random.default_rng(0)
     ids = tuple(int(i) for i in rng.integers(0, engine.geometry.vocab_size, num_tokens))
     engine.fill(cache, ids[:1], 0)  # the first call pays for what torch sets up lazily
     prefill = []
-    # Interleaved, so that a neighbour's burst does not fall on one position only.
-    for start in (0, far) * REPEATS:
+    steps = ((0, SHORT_STEP_TOKENS), (0, num_tokens), (far, num_tokens))
+    # Interleaved, so that a neighbour's burst does not fall on one kind of step only.
+    for start, size in steps * REPEATS:
         started = time.perf_counter()
-        engine.fill(cache, ids, start)
-        prefill.append(PrefillSample(start, num_tokens, time.perf_counter() - started))
+        engine.fill(cache, ids[:size], start)
+        prefill.append(PrefillSample(start, size, time.perf_counter() - started))
     fastest = tuple(
-        min((s for s in prefill if s.token_start == start), key=lambda s: s.seconds)
-        for start in sorted({s.token_start for s in prefill})
+        min((s for s in prefill if (s.token_start, s.num_tokens) == step), key=lambda s: s.seconds)
+        for step in steps
     )
     return fastest, _measure_decode(engine, codec, cache, ids)
 
@@ -82,9 +86,9 @@ def measure(engine: TorchEngine, codec: Codec, *, step_tokens: int) -> Samples:
 def _measure_decode(
     engine: TorchEngine, codec: Codec, cache: KvCache, ids: tuple[int, ...]
 ) -> tuple[DecodeSample, ...]:
-    num_tokens = min(DECODE_TOKENS, len(ids))
+    num_tokens = len(ids)
     kv = cache.read(0, num_tokens)
-    layer0 = engine.layer0_kv(ids[:num_tokens])
+    layer0 = engine.layer0_kv(ids)
     kv_bytes = engine.geometry.num_bytes_per_token(2) * num_tokens
     samples = []
     # The finest level of each set: reversed, so that it is the one that stays.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -33,8 +34,9 @@ class Evaluation:
     """Mean KL(exact || lossy) of the next-token distributions, nats, one per answer token."""
     top1: float
     """Share of those tokens whose likeliest successor is the same, 0 to 1."""
-    greedy_match: bool
-    """Whether the greedy answer over the lossy cache has the same tokens."""
+    greedy_match: float
+    """Share of the exact greedy answer's tokens, from its beginning, that the lossy cache gives too;
+    1 only if the answers are the same, end included."""
     exact_token_ids: tuple[int, ...]
     """The exact greedy answer."""
     num_tokens: int
@@ -135,7 +137,7 @@ class Evaluator:
             return Evaluation(
                 kl=kl,
                 top1=top1,
-                greedy_match=greedy_answer == exact_answer,
+                greedy_match=matching_share(exact_answer, greedy_answer),
                 exact_token_ids=exact_answer,
                 num_tokens=num_rows,
             )
@@ -183,6 +185,19 @@ class Evaluator:
                 lambda: self._engine.prefill_logits(cache, tail, start + len(head))
             )
         ).value
+
+
+def matching_share(exact: tuple[int, ...], lossy: tuple[int, ...]) -> float:
+    """Return which share of ``exact`` agrees with ``lossy`` from the beginning, 0 to 1.
+
+    An end of the answer counts as one more token, so that an answer that goes on where the exact
+    one ends is no full match.
+    """
+    if exact == lossy:
+        return 1.0
+    pairs = zip(exact, lossy, strict=False)
+    agreed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return agreed / (len(exact) + 1)
 
 
 def compare_distributions(exact_logits: F32Array, lossy_logits: F32Array) -> tuple[float, float]:

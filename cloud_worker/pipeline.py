@@ -345,9 +345,7 @@ class SessionPipeline:
         timed = await self._executors.compute(
             step, predicted_s=self._speeds.prefill_seconds(start, num_tokens)
         )
-        # A short step is mostly the reading of the weights; it would bend the line for long ones.
-        if 2 * num_tokens >= self._step_tokens:
-            self._speeds.observe_prefill(PrefillSample(start, num_tokens, timed.seconds))
+        self._speeds.observe_prefill(PrefillSample(start, num_tokens, timed.seconds))
         return timed
 
     def _wake(self) -> None:

@@ -1,8 +1,9 @@
 """How fast this worker decodes and prefills, learned from its own measurements.
 
-Pure: measurements come in as numbers. Prefill of one token costs ``a + b * position`` seconds,
-because attention reads everything before it; decoding costs a time per byte of KV that comes out,
-whatever the bitstream's size, for each level set.
+Pure: measurements come in as numbers. A prefill call costs a fixed time (all weights are read once,
+however few the tokens) and ``a + b * position`` seconds for each token, because attention reads
+everything before it. Decoding costs a time per byte of KV that comes out, whatever the bitstream's
+size, for each level set.
 
 Source: planner.md, cost model.
 """
@@ -12,28 +13,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 FORGETTING = 0.97
 """Weight that an old measurement keeps for each new one: about the last 30 count. A worker's speed
 drifts with its neighbours, within minutes rather than seconds."""
 MIN_SECONDS = 1e-9
 """Shortest measurement that is believed; a clock may tick more coarsely than a small step."""
-_RIDGE = 1e-6
-"""Share of the diagonal added to the normal equations: steps at one position only do not tell a
-from b, and then the smaller b is taken."""
+_RIDGE = 1e-9
+"""Share of the diagonal added to the normal equations, so that steps of one length at one position,
+which cannot tell the three numbers apart, still give an answer."""
+
+
+_CALL, _A, _B = 0, 1, 2
+_CHOICES = ([_A], [_A, _B], [_CALL, _A], [_CALL, _A, _B], [_B], [_CALL, _B], [_CALL])
+"""Every choice of which numbers are not zero; where two fit alike, the earlier one is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds per token as a straight line over the position."""
+    """Seconds of a prefill call; no number is negative."""
 
+    call_s: float
+    """Seconds of a call, however few its tokens."""
     a_s: float
-    """Seconds for a token at position 0."""
+    """Seconds more for each token at position 0."""
     b_s: float
     """Seconds more for each token before it."""
 
     def seconds(self, token_start: int, num_tokens: int) -> float:
         """Predict the time of prefilling ``num_tokens`` on top of ``token_start`` tokens."""
-        return self.a_s * num_tokens + self.b_s * _position_sum(token_start, num_tokens)
+        numbers = (self.call_s, self.a_s, self.b_s)
+        return float(np.dot(numbers, _features(token_start, num_tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +74,10 @@ class SpeedModel:
     def __init__(
         self, prefill: Iterable[PrefillSample] = (), decode: Iterable[DecodeSample] = ()
     ) -> None:
-        # Normal equations of seconds = a * n + b * sum(positions), each sample weighted by
+        # Normal equations of seconds = call + a * n + b * sum(positions), each sample weighted by
         # 1 / seconds**2: a short step counts as much as a long one.
-        self._nn = self._np = self._pp = self._ny = self._py = 0.0
+        self._gram = np.zeros((3, 3))
+        self._right = np.zeros(3)
         self._decode_s: dict[str, float] = {}
         self._decode_bytes: dict[str, float] = {}
         for sample in prefill:
@@ -77,13 +90,9 @@ class SpeedModel:
         if sample.num_tokens < 1:
             raise ValueError(f"a prefill step of {sample.num_tokens} tokens says nothing")
         seconds = max(sample.seconds, MIN_SECONDS)
-        n = sample.num_tokens / seconds
-        p = _position_sum(sample.token_start, sample.num_tokens) / seconds
-        self._nn = self._nn * FORGETTING + n * n
-        self._np = self._np * FORGETTING + n * p
-        self._pp = self._pp * FORGETTING + p * p
-        self._ny = self._ny * FORGETTING + n
-        self._py = self._py * FORGETTING + p
+        features = _features(sample.token_start, sample.num_tokens) / seconds
+        self._gram = self._gram * FORGETTING + np.outer(features, features)
+        self._right = self._right * FORGETTING + features
 
     def observe_decode(self, sample: DecodeSample) -> None:
         """Take in one measured decode."""
@@ -97,21 +106,26 @@ class SpeedModel:
 
     @property
     def prefill(self) -> PrefillCost | None:
-        """The fitted line; None before the first measurement."""
-        if self._nn == 0.0:
+        """The best fit without a negative number; None before the first measurement."""
+        if not self._gram.any():
             return None
-        flat = PrefillCost(self._ny / self._nn, 0.0)
-        pp = self._pp * (1.0 + _RIDGE)
-        determinant = self._nn * pp - self._np * self._np
-        if determinant <= 0.0:
-            return flat
-        b = (self._nn * self._py - self._np * self._ny) / determinant
-        a = (pp * self._ny - self._np * self._py) / determinant
-        if b < 0.0:
-            return flat
-        if a <= 0.0:
-            return PrefillCost(0.0, self._py / self._pp)
-        return PrefillCost(a, b)
+        best = PrefillCost(0.0, 0.0, 0.0)
+        best_error = 0.0
+        for used in _CHOICES:
+            gram = self._gram[np.ix_(used, used)]
+            ridge = np.diag(np.diag(gram)) * _RIDGE
+            if not gram.diagonal().all():
+                continue
+            part = np.linalg.solve(gram + ridge, self._right[used])
+            if (part < 0).any():
+                continue
+            numbers = np.zeros(3)
+            numbers[used] = part
+            # Squared error up to a constant that all choices share.
+            error = float(numbers @ self._gram @ numbers - 2 * numbers @ self._right)
+            if error < best_error - 1e-9:
+                best, best_error = PrefillCost(*(float(n) for n in numbers)), error
+        return best
 
     @property
     def level_sets(self) -> tuple[str, ...]:
@@ -135,6 +149,7 @@ class SpeedModel:
         return 0.0 if cost is None else cost.seconds(token_start, num_tokens)
 
 
-def _position_sum(token_start: int, num_tokens: int) -> float:
-    """Sum of the positions of ``num_tokens`` tokens from ``token_start`` on."""
-    return num_tokens * token_start + num_tokens * (num_tokens - 1) / 2
+def _features(token_start: int, num_tokens: int) -> NDArray[np.float64]:
+    """Return calls, tokens and the sum of their positions: what the three numbers multiply."""
+    position_sum = num_tokens * token_start + num_tokens * (num_tokens - 1) / 2
+    return np.array([1.0, num_tokens, position_sum])

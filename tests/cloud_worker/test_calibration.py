@@ -10,6 +10,7 @@ from engine import TorchEngine
 def test_prefill_and_every_level_set_are_measured(engine: TorchEngine, codec: Codec) -> None:
     prefill, decode = measure(engine, codec, step_tokens=64)
     assert len({sample.token_start for sample in prefill}) == 2
+    assert len({sample.num_tokens for sample in prefill}) == 2
     assert all(sample.seconds > 0 for sample in prefill)
     assert {"fp16", "int8"} <= {sample.level_set for sample in decode}
     assert all(sample.kv_bytes == 64 * 3 * 2 * 2 * 16 * 2 for sample in decode)

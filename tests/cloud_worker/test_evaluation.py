@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from cloud_worker.errors import NoMemory
-from cloud_worker.evaluation import Evaluation, Evaluator, ExactCaches, compare_distributions
+from cloud_worker.evaluation import (
+    Evaluation,
+    Evaluator,
+    ExactCaches,
+    compare_distributions,
+    matching_share,
+)
 from cloud_worker.executors import Executors
 from engine import KvCache, TorchEngine
 
@@ -48,7 +54,7 @@ async def test_an_exact_cache_has_no_loss(engine: TorchEngine, executors: Execut
     result = await evaluate(engine, executors, filled(engine))
     assert result.kl < 1e-6
     assert result.top1 == 1.0
-    assert result.greedy_match
+    assert result.greedy_match == 1.0
     assert result.num_tokens == max(1, len(result.exact_token_ids))
 
 
@@ -93,7 +99,7 @@ async def test_a_given_greedy_answer_is_compared_as_it_is(
         max_tokens=MAX_TOKENS,
         greedy_answer=(0, 0),
     )
-    assert not result.greedy_match
+    assert result.greedy_match < 1.0
 
 
 async def test_the_exact_cache_is_prefilled_once_per_context(
@@ -161,3 +167,20 @@ def test_kl_is_the_textbook_one() -> None:
     )
     assert kl == pytest.approx(0.5 * np.log(2) - 0.25 * np.log(2), rel=1e-5)
     assert top1 == 0.0
+
+
+@pytest.mark.parametrize(
+    ("exact", "lossy", "share"),
+    [
+        ((5, 6, 7), (5, 6, 7), 1.0),
+        ((5, 6, 7), (5, 6, 8), 0.5),
+        ((5, 6, 7), (9, 6, 7), 0.0),
+        ((5, 6, 7), (5, 6, 7, 8), 0.75),
+        ((), (), 1.0),
+        ((), (5,), 0.0),
+    ],
+)
+def test_answers_match_from_their_beginning(
+    exact: tuple[int, ...], lossy: tuple[int, ...], share: float
+) -> None:
+    assert matching_share(exact, lossy) == share
