@@ -223,7 +223,7 @@ def parse(data: bytes | bytearray | memoryview) -> Bitstream:
         block_tokens=block_tokens,
         model_digest=model_digest,
         profile_digest=profile_digest,
-        offsets=offsets.astype(np.uint32, copy=False),
+        offsets=offsets.astype(np.uint32),
         payload=payload,
     )
 

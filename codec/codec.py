@@ -7,7 +7,7 @@ between calls, so that any number of threads may use one codec.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -203,6 +203,8 @@ class Codec:
             )
         if stream.level not in {info.name for info in self.levels()}:
             raise UnknownLevel(f"the loaded profile has no level {stream.level!r}")
+        if stream.payload.ctypes.data % 2:  # kernels read 16-bit words
+            stream = replace(stream, payload=stream.payload.copy())
         out: FloatArray = np.empty(self.geometry.kv_shape(stream.num_tokens), dtype)
         transform.decode(stream, out=out, layer0=layer0)
         return DecodedChunk(out, stream.token_start, stream.token_stop, stream.level)
