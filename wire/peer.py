@@ -1,0 +1,64 @@
+"""Heartbeats and silence, the same at both ends.
+
+Owns when to speak and when the other end counts as silent or lost. Invariant: while the transport is
+down, nothing counts against the peer. Must not know: what is spoken.
+"""
+
+from __future__ import annotations
+
+from wire.events import PeerBack, PeerLost, PeerSilent
+
+HEARTBEAT_S = 1.0
+SILENT_AFTER_S = 3.0
+"""Three heartbeats: then the agent looks for another worker."""
+
+
+class PeerClock:
+    """Says when a heartbeat is due and whether the peer is alive."""
+
+    def __init__(self, *, now: float, lost_after_s: float) -> None:
+        self.is_connected = True
+        self._lost_after_s = lost_after_s
+        self._last_heard_s = now
+        self._last_spoke_s = now
+        self._is_silent = False
+
+    def on_heard(self, *, now: float) -> PeerBack | None:
+        """Take in that a frame of the peer arrived."""
+        self._last_heard_s = now
+        was_silent, self._is_silent = self._is_silent, False
+        return PeerBack() if was_silent else None
+
+    def on_spoke(self, *, now: float) -> None:
+        """Take in that this end sent something."""
+        self._last_spoke_s = now
+
+    def on_connection(self, *, is_up: bool, now: float) -> None:
+        """Take in that the transport went down or came back."""
+        self.is_connected = is_up
+        if is_up:
+            self._last_heard_s = now
+            self._last_spoke_s = now - HEARTBEAT_S
+
+    def is_heartbeat_due(self, *, now: float) -> bool:
+        """Whether this end has been quiet for too long."""
+        return self.is_connected and now - self._last_spoke_s >= HEARTBEAT_S
+
+    def check(self, *, now: float) -> PeerSilent | PeerLost | None:
+        """Return what the peer's silence has come to, once per change."""
+        if not self.is_connected:
+            return None
+        silent_s = now - self._last_heard_s
+        if silent_s >= self._lost_after_s:
+            return PeerLost(silent_s=silent_s)
+        if silent_s >= SILENT_AFTER_S and not self._is_silent:
+            self._is_silent = True
+            return PeerSilent(since_s=self._last_heard_s)
+        return None
+
+    def next_timer(self) -> float | None:
+        """When to look again."""
+        if not self.is_connected:
+            return None
+        silence_s = self._lost_after_s if self._is_silent else SILENT_AFTER_S
+        return min(self._last_spoke_s + HEARTBEAT_S, self._last_heard_s + silence_s)
