@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -85,7 +85,7 @@ class Service(Protocol):
         """Answer a chat request; leaving the context early cancels it."""
 
 
-SERVICE_KEY: web.AppKey[Service] = web.AppKey("service", Service)  # type: ignore[type-abstract]
+SERVICE_KEY: web.AppKey[Service] = web.AppKey("service", Service)
 TOKENS_KEY = web.AppKey("tokens", BearerTokens)
 
 
@@ -291,7 +291,6 @@ async def _stream_answer(
         )
 
     response = web.StreamResponse(headers=_SSE_HEADERS)
-    pieces: AsyncIterator[str] = answer.pieces()
     try:
         async with contextlib.aclosing(answer.pieces()) as pieces:
             async for piece in pieces:
@@ -299,7 +298,8 @@ async def _stream_answer(
                     # Only now: an error before the first token still has its own status.
                     await response.prepare(request)
                     await _send_data(response, event({"role": "assistant", "content": ""}))
-                await _send_data(response, event({"content": piece}))
+                if piece:
+                    await _send_data(response, event({"content": piece}))
     except AgentError as error:
         if not response.prepared:
             raise

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -167,14 +168,11 @@ class Ingestor:
         if not text.strip():
             raise BadRequest("text is empty, there is nothing to ingest")
         on_progress(Progress("tokenize", 0, 1))
-        token_ids = await run_in(
-            self._disk, lambda: context_token_ids(self._engine.tokenizer, text)
-        )
+        token_ids = await run_in(self._disk, context_token_ids, self._engine.tokenizer, text)
         limit = self._engine.geometry.context_tokens - 1
         if len(token_ids) > limit:
             raise TooLong(num_tokens=len(token_ids), limit_tokens=limit, what="the context")
         self._observe("tokenize", self._clock() - started)
-        on_progress(Progress("tokenize", 1, 1))
         context = StoredContext(
             context_id=context_id
             or derive_context_id(
@@ -195,16 +193,18 @@ class Ingestor:
             ),
             created_at=0.0,
         )
-        await run_in(self._disk, lambda: self._store.check_free(context))
+        await run_in(self._disk, self._store.check_free, context)
+        # Said only now: whoever reports errors by a status can wait for it (http.py does).
+        on_progress(Progress("tokenize", 1, 1))
         async with self._one_at_a_time:
             job = self._store.begin_ingest()
             try:
                 num_computed = await self._fill(context, wanted, job, on_progress)
-                await run_in(self._disk, lambda: job.commit(context))
+                await run_in(self._disk, job.commit, context)
             finally:
                 # Shielded by run_in: by now no thread touches the job any more.
                 await run_in(self._disk, job.close)
-        info = await run_in(self._disk, lambda: self._store.describe(context.context_id))
+        info = await run_in(self._disk, self._store.describe, context.context_id)
         return IngestResult(
             context=context,
             bytes_by_level=info.bytes_by_level,
@@ -220,8 +220,7 @@ class Ingestor:
         on_progress: Callable[[Progress], None],
     ) -> int:
         missing: list[list[str]] = [
-            await run_in(self._disk, lambda key=span.key: job.missing_levels(key, levels))
-            for span in context.spans
+            await run_in(self._disk, job.missing_levels, span.key, levels) for span in context.spans
         ]
         # Only the tokens up to the last chunk that lacks a level need to be computed.
         last = max((index for index, names_ in enumerate(missing) if names_), default=-1)
@@ -229,7 +228,7 @@ class Ingestor:
             return 0
         num_tokens = context.spans[last].token_stop
         counts = _Counts(on_progress, num_tokens, sum(len(names_) for names_ in missing))
-        cache = await run_in(self._compute, lambda: self._engine.new_cache(num_tokens))
+        cache = await run_in(self._compute, self._engine.new_cache, num_tokens)
         encoding: asyncio.Task[None] | None = None
         try:
             for span, names_ in zip(context.spans[: last + 1], missing, strict=False):
@@ -238,9 +237,7 @@ class Ingestor:
                     await encoding
                     encoding = None
                 if names_:
-                    kv = await run_in(
-                        self._compute, lambda s=span: cache.read(s.token_start, s.token_stop)
-                    )
+                    kv = await run_in(self._compute, cache.read, span.token_start, span.token_stop)
                     encoding = asyncio.create_task(
                         self._encode(kv, span, names_, context.token_ids, job, counts)
                     )
@@ -259,7 +256,7 @@ class Ingestor:
         for start in range(span.token_start, span.token_stop, PREFILL_SLICE_TOKENS):
             stop = min(start + PREFILL_SLICE_TOKENS, span.token_stop)
             ids = list(token_ids[start:stop])
-            await run_in(self._compute, lambda a=start, i=ids: self._engine.fill(cache, i, a))
+            await run_in(self._compute, self._engine.fill, cache, ids, start)
             counts.prefilled(stop)
         self._observe("prefill", self._clock() - started)
 
@@ -275,22 +272,23 @@ class Ingestor:
         layer0: npt.NDArray[np.float32] | None = None
         if any(level.startswith("klt:") for level in levels):
             ids = list(token_ids[span.token_start : span.token_stop])
-            layer0 = await run_in(self._disk, lambda: self._engine.layer0_kv(ids))
+            layer0 = await run_in(self._disk, self._engine.layer0_kv, ids)
         for level in levels:
             started = self._clock()
             payload = await run_in(
                 self._disk,
-                lambda name=level: self._codec.encode(
+                partial(
+                    self._codec.encode,
                     kv,
-                    level=name,
+                    level=level,
                     token_start=span.token_start,
-                    layer0=layer0 if name.startswith("klt:") else None,
+                    layer0=layer0 if level.startswith("klt:") else None,
                 ),
             )
             encoded = self._clock()
             self._metrics.observe(names.EDGE_ENCODE_SECONDS, encoded - started, level_label(level))
             counts.encoded()
-            await run_in(self._disk, lambda name=level, p=payload: job.put(span.key, name, p))
+            await run_in(self._disk, job.put, span.key, level, payload)
             self._observe("store", self._clock() - encoded)
             counts.stored()
 

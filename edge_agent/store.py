@@ -548,6 +548,14 @@ class Ingest:
         self.close()
 
 
+def is_prefix_text(context: StoredContext, text: str) -> bool:
+    """Tell whether a text starts with the whole text of a context."""
+    return (
+        len(text) >= context.text_chars
+        and text_digest(text[: context.text_chars]) == context.text_digest
+    )
+
+
 def is_same_content(left: StoredContext, right: StoredContext) -> bool:
     """Tell whether two contexts are the same text under the same model and tenant."""
     return (left.tenant, left.model_digest, left.token_ids) == (
