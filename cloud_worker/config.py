@@ -73,8 +73,6 @@ class WorkerConfig:
     """Most answer tokens that a session may ask for. Unit: tokens."""
     prefill_step_tokens: int = 256
     """Tokens prefilled before another session gets its turn, and before a cancel is seen. Unit: tokens."""
-    heartbeat_s: float = 0.5
-    """Time between signs of life to each agent. Unit: seconds."""
     session_idle_timeout_s: float = 30.0
     """Time without any frame from the agent after which its session is freed. Unit: seconds."""
     drain_timeout_s: float = 60.0
@@ -129,7 +127,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_sessions", 1, 100_000),
     ("max_answer_tokens", 1, 2**20),
     ("prefill_step_tokens", 1, 2**20),
-    ("heartbeat_s", 0.01, 60),
     ("session_idle_timeout_s", 0.1, 3600),
     ("drain_timeout_s", 0, 86400),
     ("connect_timeout_s", 0.1, 3600),

@@ -96,6 +96,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
+    epoch: int
     level: str
     payload: bytes
     arrived_s: float
@@ -163,13 +164,18 @@ class SessionPipeline:
         """Bytes of bitstreams that wait for the decoder or are being decoded."""
         return sum(len(arrival.payload) for arrival in self._arrivals.values())
 
+    def holds(self, chunk: int, epoch: int) -> bool:
+        """Whether a bitstream that was taken in is still in memory."""
+        arrival = self._arrivals.get(chunk)
+        return arrival is not None and arrival.epoch == epoch and arrival.level != TEXT_LEVEL
+
     def bitstream_arrived(
         self, chunk: int, epoch: int, level: str, payload: bytes, *, now: float
     ) -> bool:
         """Take in a complete, verified bitstream; False when it is of no use any more."""
         if not self._order.bitstream_arrived(chunk, epoch):
             return False
-        self._arrivals[chunk] = _Arrival(level, payload, now)
+        self._arrivals[chunk] = _Arrival(epoch, level, payload, now)
         self._wake()
         return True
 
@@ -177,7 +183,7 @@ class SessionPipeline:
         """Take in the order to recompute a chunk; False when it is of no use any more."""
         if not self._order.text_ordered(chunk, epoch):
             return False
-        self._arrivals[chunk] = _Arrival(TEXT_LEVEL, b"", now)
+        self._arrivals[chunk] = _Arrival(epoch, TEXT_LEVEL, b"", now)
         self._wake()
         return True
 
@@ -194,6 +200,11 @@ class SessionPipeline:
         self._question = question
         self._order.question_arrived()
         self._wake()
+
+    def drop_memory(self) -> None:
+        """Let go of the cache and of every bitstream; only after ``run`` has ended."""
+        self._cache = None
+        self._arrivals.clear()
 
     async def run(self) -> AnswerDone:
         """Work until the answer is complete; cancelling stops after the step that runs."""

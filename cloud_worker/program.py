@@ -26,7 +26,7 @@ from cloud_worker.worker import Worker
 from codec import Codec, CodecError, Geometry, LevelSet, Profile, Rotary, bundled_profiles
 from engine import EngineError, TorchEngine, cache_root, load_engine
 from telemetry import Event, MetricSet, announce, configure_logging, get_logger, names
-from wire.aio import ConnectError, NatsTransport
+from wire.aio import ConnectionChange, NatsOptions, NatsTransport, Transport, TransportError
 
 log = get_logger("cloud_worker")
 
@@ -86,10 +86,9 @@ class _Program:
         executors = Executors()
         try:
             async with contextlib.AsyncExitStack() as stack:
-                data = await self._connect("data")
-                stack.push_async_callback(data.close)
-                control = await self._connect("control")
-                stack.push_async_callback(control.close)
+                transport = await self._connect()
+                stack.push_async_callback(transport.close)
+                stack.callback(transport.watch(self._on_change))
                 self._worker = Worker(
                     config=config,
                     worker_id=self._worker_id,
@@ -99,13 +98,14 @@ class _Program:
                     speeds=speeds,
                     evaluator=self._evaluator(engine, executors),
                     metrics=self._metrics,
-                    data=data,
-                    control=control,
+                    transport=transport,
                 )
                 await self._worker.start()
                 log.info(Event.READY, worker=self._worker_id, levels=_level_names(codec))
                 await self._stop.wait()
                 await self._drain(self._worker)
+                if transport.failure is not None:
+                    raise BrokerUnavailable(str(transport.failure)) from transport.failure
         finally:
             executors.close()
 
@@ -120,6 +120,28 @@ class _Program:
             with contextlib.suppress(asyncio.CancelledError):
                 await draining
         await worker.close()
+
+    async def _connect(self) -> Transport:
+        config = self._config
+        options = NatsOptions(
+            url=config.nats_url,
+            name=f"kvtide-worker {self._worker_id}",
+            token=config.broker_token() or "",
+            creds_file=config.nats_creds_file,
+            ca_file=config.nats_ca_file,
+            connect_timeout_s=config.connect_timeout_s,
+        )
+        try:
+            transport = await NatsTransport.connect(options)
+        except TransportError as error:
+            raise BrokerUnavailable(str(error)) from error
+        log.info(Event.BROKER_CONNECTED, broker=options.address)
+        return transport
+
+    def _on_change(self, change: ConnectionChange) -> None:
+        # A broker that is away comes back; one that will not have this worker does not.
+        if change is ConnectionChange.FAILED:
+            self._stop.set()
 
     def _evaluator(self, engine: TorchEngine, executors: Executors) -> Evaluator | None:
         if self._config.evaluation_cache_bytes == 0:

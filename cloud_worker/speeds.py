@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+UNMEASURED_DECODE_BYTES_PER_S = 200e6
+"""Told before the first measurement. Source: docs/bitstream.md, 100 million symbols of 2 bytes a second."""
 FORGETTING = 0.97
 """Weight that an old measurement keeps for each new one: about the last 30 count. A worker's speed
 drifts with its neighbours, within minutes rather than seconds."""
@@ -126,6 +128,15 @@ class SpeedModel:
             if error < best_error - 1e-9:
                 best, best_error = PrefillCost(*(float(n) for n in numbers)), error
         return best
+
+    def prefill_cost(self) -> PrefillCost:
+        """The fitted cost; nothing at all before the first measurement."""
+        return self.prefill or PrefillCost(0.0, 0.0, 0.0)
+
+    def slowest_decode_bytes_per_s(self) -> float:
+        """Decoding speed of the slowest level set, for a planner that takes one number."""
+        speeds = [self.decode_bytes_per_s(level_set) for level_set in self.level_sets]
+        return min((speed for speed in speeds if speed), default=UNMEASURED_DECODE_BYTES_PER_S)
 
     @property
     def level_sets(self) -> tuple[str, ...]:

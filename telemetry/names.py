@@ -182,7 +182,10 @@ WORKER_DECODE_SECONDS = MetricSpec(
     WORK_BUCKETS_S,
 )
 WORKER_PREFILL_SECONDS = MetricSpec(
-    "kvtide_worker_prefill_seconds", _H, "Time of one prefill step.", buckets=WORK_BUCKETS_S
+    "kvtide_worker_prefill_seconds",
+    _H,
+    "Time to prefill one text chunk or one question.",
+    buckets=WORK_BUCKETS_S,
 )
 WORKER_PREFILL_TOKENS = MetricSpec(
     "kvtide_worker_prefill_tokens_total", _C, "Tokens prefilled: text chunks and questions."

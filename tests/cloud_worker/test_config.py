@@ -53,7 +53,7 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
         (["--worker-id", "a>"], {}, "worker_id is 'a>'"),
         (["--calibrate", "often"], {}, "calibrate is 'often'"),
         (["--nats-url", "localhost"], {}, "nats_url is 'localhost'"),
-        (["--heartbeat-s", "nan"], {}, "heartbeat_s is nan"),
+        (["--slo-s", "nan"], {}, "slo_s is nan"),
         (["--config", "/nowhere.toml"], {}, "/nowhere.toml"),
     ],
 )
