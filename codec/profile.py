@@ -229,6 +229,8 @@ def _from_description(description: dict[str, Any], blob: memoryview, digest: byt
 
 
 def _level(entry: Any) -> LevelInfo:
+    if not isinstance(entry["name"], str):
+        raise TypeError(f"a level's name is {entry['name']!r}")
     level_set, index = parse_level(entry["name"])
     measured: list[float | None] = []
     for key in ("bits_per_element", "kl", "ppl_ratio", "top1"):

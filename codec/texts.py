@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,9 @@ _CODE = [
 ]
 _PROSE_SEED = 20260101
 
+PIECE_CHARACTERS = 2_500
+"""Characters taken from each file or topic: a context of a few thousand tokens then sees several."""
+
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
@@ -105,12 +109,13 @@ def machine_texts(*, held_out: bool) -> list[CalibrationText]:
     paths = [Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py" for name in _CODE]
     sources = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
     topics = importlib.import_module("pydoc_data.topics").topics
-    reference = [text for _, text in sorted(topics.items())]
+    reference = [_without_repeats([text]) for _, text in sorted(topics.items())]
     rng = _Dice(_PROSE_SEED + part)
+    sources = sources[part::2]
     return [
-        CalibrationText("python-source", _half(sources, part)),
-        CalibrationText("python-docstrings", _half([_docstrings(s) for s in sources], 1 - part)),
-        CalibrationText("python-reference", _half(reference, part)),
+        CalibrationText("python-source", "\n\n".join(_middle(source) for source in sources)),
+        CalibrationText("python-docstrings", _without_repeats(map(_docstrings, sources))),
+        CalibrationText("python-reference", _without_repeats(reference[part::2])),
         CalibrationText("made-up-dialogue", _dialogue(rng)),
         CalibrationText("made-up-stories", _stories(rng)),
         CalibrationText("made-up-records", _records(rng)),
@@ -158,8 +163,22 @@ class _Dice:
         return [left.pop(self.bits() % len(left)) for _ in range(count)]
 
 
-def _half(pieces: list[str], part: int) -> str:
-    return "\n\n".join(pieces[part::2])
+def _middle(source: str) -> str:
+    """A piece of a file that is code rather than its opening comment."""
+    start = source.find("\n", len(source) // 3) + 1
+    return source[start : source.find("\n", start + PIECE_CHARACTERS)]
+
+
+def _without_repeats(pieces: Iterable[str]) -> str:
+    """Cut pieces short, so that many fit into a context, and drop paragraphs seen before."""
+    seen: set[str] = set()
+    out = []
+    for piece in pieces:
+        for paragraph in piece[:PIECE_CHARACTERS].split("\n\n"):
+            if paragraph not in seen:
+                seen.add(paragraph)
+                out.append(paragraph)
+    return "\n\n".join(out)
 
 
 def _docstrings(source: str) -> str:
