@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from engine import attention
 from engine.catalog import cache_root, resolve_model
 from engine.errors import DeviceUnavailable, UnsupportedModel, WeightsError
-from engine.geometry import geometry_of
+from engine.geometry import KvGeometry, geometry_of, text_config
 from engine.identity import identify
 from engine.tokenizer import Tokenizer
 from engine.torch_engine import TorchEngine
@@ -60,7 +61,8 @@ def load_engine(
         dtype=dtype,
         sidecar_dir=cache_root(cache_dir) / "digests",
     )
-    loaded = _model(model, folder, config, _DTYPES[dtype]).to(target).eval()
+    implementation = _attention_for(config, geometry, target)
+    loaded = _model(model, folder, config, _DTYPES[dtype], implementation).to(target).eval()
     return TorchEngine(loaded, tokenizer, geometry=geometry, identity=identity, name=model)
 
 
@@ -78,6 +80,18 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _attention_for(config: Any, geometry: KvGeometry, device: torch.device) -> str:
+    """Choose the fastest attention that computes this model exactly."""
+    cfg = text_config(config)
+    if getattr(cfg, "attn_logit_softcapping", None):
+        return "eager"  # sdpa cannot cap scores
+    has_sliding_layers = any(geometry.sliding_layers)
+    if device.type == "cpu" and attention.is_supported(cfg, has_sliding_layers=has_sliding_layers):
+        attention.register()
+        return attention.NAME
+    return "sdpa"
+
+
 def _config(name: str, folder: Path) -> Any:
     from transformers import AutoConfig
 
@@ -87,7 +101,7 @@ def _config(name: str, folder: Path) -> Any:
         raise UnsupportedModel(name, f"transformers cannot read its config: {error}") from error
 
 
-def _model(name: str, folder: Path, config: Any, dtype: torch.dtype) -> Any:
+def _model(name: str, folder: Path, config: Any, dtype: torch.dtype, implementation: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -99,7 +113,7 @@ def _model(name: str, folder: Path, config: Any, dtype: torch.dtype) -> Any:
             str(folder),
             config=config,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=implementation,
             local_files_only=True,
         )
     except (OSError, RuntimeError, ValueError) as error:
