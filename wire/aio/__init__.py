@@ -15,6 +15,8 @@ from wire.aio.errors import (
     TransportClosed,
     TransportError,
 )
+from wire.aio.faults import Fault, FaultKind, Noise
+from wire.aio.memory import MemoryBroker, MemoryTransport
 from wire.aio.nats_options import NatsOptions
 from wire.aio.nats_transport import NatsTransport
 from wire.aio.server import NatsServer, find_server_binary
@@ -26,18 +28,25 @@ from wire.aio.transport import (
     Subscription,
     Transport,
 )
+from wire.aio.virtual_time import NothingToWaitFor, VirtualTimeLoop, run_in_virtual_time
 
 __all__ = [
     "AuthorizationFailed",
     "ConnectError",
     "ConnectionChange",
+    "Fault",
+    "FaultKind",
+    "MemoryBroker",
+    "MemoryTransport",
     "Message",
     "MessageTooLarge",
     "NatsOptions",
     "NatsServer",
     "NatsTransport",
     "NoResponders",
+    "Noise",
     "NotConnected",
+    "NothingToWaitFor",
     "OnChange",
     "OnMessage",
     "PermissionDenied",
@@ -48,5 +57,7 @@ __all__ = [
     "Transport",
     "TransportClosed",
     "TransportError",
+    "VirtualTimeLoop",
     "find_server_binary",
+    "run_in_virtual_time",
 ]
