@@ -65,8 +65,8 @@ class WorkerConfig:
     """Memory that all sessions together may hold: KV caches, windows, chunks. Unit: bytes."""
     window_bytes: int = 4 * 2**20
     """Largest window granted to one session. Unit: bytes."""
-    segment_bytes: int = 64 * 2**10
-    """Payload of one data frame. Unit: bytes."""
+    segment_bytes: int = 256 * 2**10
+    """Largest payload of a data frame that is taken. Unit: bytes."""
     max_sessions: int = 64
     """Sessions that are open at once; one more is refused."""
     max_answer_tokens: int = 2048

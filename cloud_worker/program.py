@@ -26,7 +26,7 @@ from cloud_worker.worker import Worker
 from codec import Codec, CodecError, Geometry, LevelSet, Profile, Rotary, bundled_profiles
 from engine import EngineError, TorchEngine, cache_root, load_engine
 from telemetry import Event, MetricSet, announce, configure_logging, get_logger, names
-from wire.aio import ConnectionChange, NatsOptions, NatsTransport, Transport, TransportError
+from wire.aio import ConnectionChange, NatsTransport, TransportError
 
 log = get_logger("cloud_worker")
 
@@ -86,9 +86,12 @@ class _Program:
         executors = Executors()
         try:
             async with contextlib.AsyncExitStack() as stack:
-                transport = await self._connect()
-                stack.push_async_callback(transport.close)
-                stack.callback(transport.watch(self._on_change))
+                transports = []
+                for lane in ("data", "control"):
+                    transport = await self._connect(lane)
+                    stack.push_async_callback(transport.close)
+                    stack.callback(transport.watch(self._on_change))
+                    transports.append(transport)
                 self._worker = Worker(
                     config=config,
                     worker_id=self._worker_id,
@@ -98,14 +101,16 @@ class _Program:
                     speeds=speeds,
                     evaluator=self._evaluator(engine, executors),
                     metrics=self._metrics,
-                    transport=transport,
+                    data=transports[0],
+                    control=transports[1],
                 )
                 await self._worker.start()
                 log.info(Event.READY, worker=self._worker_id, levels=_level_names(codec))
                 await self._stop.wait()
                 await self._drain(self._worker)
-                if transport.failure is not None:
-                    raise BrokerUnavailable(str(transport.failure)) from transport.failure
+                for transport in transports:
+                    if transport.failure is not None:
+                        raise BrokerUnavailable(str(transport.failure)) from transport.failure
         finally:
             executors.close()
 
@@ -121,21 +126,20 @@ class _Program:
                 await draining
         await worker.close()
 
-    async def _connect(self) -> Transport:
+    async def _connect(self, lane: str) -> NatsTransport:
         config = self._config
-        options = NatsOptions(
-            url=config.nats_url,
-            name=f"kvtide-worker {self._worker_id}",
-            token=config.broker_token() or "",
-            creds_file=config.nats_creds_file,
-            ca_file=config.nats_ca_file,
-            connect_timeout_s=config.connect_timeout_s,
-        )
         try:
-            transport = await NatsTransport.connect(options)
+            transport = await NatsTransport.connect(
+                config.nats_url,
+                name=f"kvtide-worker {self._worker_id} {lane}",
+                token=config.broker_token() or "",
+                creds_file=config.nats_creds_file,
+                ca_file=config.nats_ca_file,
+                timeout_s=config.connect_timeout_s,
+            )
         except TransportError as error:
             raise BrokerUnavailable(str(error)) from error
-        log.info(Event.BROKER_CONNECTED, broker=options.address)
+        log.info(Event.BROKER_CONNECTED, lane=lane)
         return transport
 
     def _on_change(self, change: ConnectionChange) -> None:

@@ -29,7 +29,6 @@ from wire import (
     Accept,
     FailCode,
     FrameError,
-    Lane,
     Open,
     ReceiverSession,
     Refuse,
@@ -66,8 +65,23 @@ class Worker:
         speeds: SpeedModel,
         evaluator: Evaluator | None,
         metrics: MetricSet,
-        transport: Transport,
+        data: Transport,
+        control: Transport,
     ) -> None:
+        """Prepare the worker; ``start`` joins the queue group.
+
+        Args:
+            config: its settings.
+            worker_id: its name in subjects, logs and answers.
+            engine: the model.
+            codec: decoder for the model's geometry and profiles.
+            executors: its threads.
+            speeds: what it tells planners; corrected by every step.
+            evaluator: None where evaluations are turned off.
+            metrics: where sessions are counted.
+            data: connection on which segments arrive.
+            control: connection for everything else, never behind the segments of other sessions.
+        """
         self._config = config
         self._worker_id = worker_id
         self._engine = engine
@@ -76,7 +90,8 @@ class Worker:
         self._speeds = speeds
         self._evaluator = evaluator
         self._metrics = metrics
-        self._transport = transport
+        self._data = data
+        self._control = control
         self._terms = terms_of(
             codec,
             tenant=config.tenant,
@@ -94,7 +109,8 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._open_subscription: Subscription | None = None
         self._is_draining = False
-        self._unwatch = transport.watch(self._on_change)
+        self._was_up = True
+        self._unwatch = [transport.watch(self._on_change) for transport in (data, control)]
 
     @property
     def num_sessions(self) -> int:
@@ -108,7 +124,7 @@ class Worker:
 
     async def start(self) -> None:
         """Join the queue group; sessions come from now on."""
-        self._open_subscription = await self._transport.subscribe(
+        self._open_subscription = await self._control.subscribe(
             open_subject(self._config.tenant), self._on_open, queue=WORKER_QUEUE
         )
 
@@ -116,14 +132,20 @@ class Worker:
         """None while sessions are taken, else why not."""
         if self._is_draining:
             return "draining"
-        if not self._transport.is_connected:
+        if not self._is_connected:
             return "the broker is away"
         return None
 
-    def _on_change(self, change: ConnectionChange) -> None:
-        is_up = change is ConnectionChange.UP
-        event = Event.BROKER_RECONNECTED if is_up else Event.BROKER_DISCONNECTED
-        log.warning(event, reason=str(self._transport.failure or ""))
+    @property
+    def _is_connected(self) -> bool:
+        return self._data.is_connected and self._control.is_connected
+
+    def _on_change(self, _change: ConnectionChange) -> None:
+        is_up = self._is_connected
+        if is_up == self._was_up:
+            return
+        self._was_up = is_up
+        log.warning(Event.BROKER_RECONNECTED if is_up else Event.BROKER_DISCONNECTED)
         for session in list(self._sessions.values()):
             session.on_connection(is_up=is_up)
 
@@ -144,7 +166,9 @@ class Worker:
             session.fail(FailCode.DRAINING, "the worker is stopping")
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self._unwatch()
+        for unwatch in self._unwatch:
+            unwatch()
+        self._unwatch.clear()
 
     def refresh_metrics(self) -> None:
         """Set the gauges that are read from state."""
@@ -234,12 +258,14 @@ class Worker:
         try:
             session = self._new_session(open_, token_ids, session_id, plan, accepted_s, release)
             self._sessions[session_id] = session
-            for lane, subject in ((Lane.DATA, data_subject), (Lane.CONTROL, control_subject)):
+            for transport, subject in (
+                (self._data, data_subject),
+                (self._control, control_subject),
+            ):
                 subscriptions.append(
-                    await self._transport.subscribe(
+                    await transport.subscribe(
                         subject(self._config.tenant, self._worker_id, session_id),
                         partial(_feed, session),
-                        lane=lane,
                     )
                 )
             await self._reply(incoming, session.accept_frame())
@@ -289,12 +315,12 @@ class Worker:
                 accept,
                 session=session_id,
                 now=accepted_s,
-                max_payload=self._transport.max_payload,
+                max_payload=min(self._control.max_payload, self._data.max_payload),
                 peer_timeout_s=self._config.session_idle_timeout_s,
             ),
             make_pipeline=make_pipeline,
             evaluator=self._evaluator,
-            publish=partial(self._transport.publish, subject),
+            publish=partial(self._control.publish, subject),
             metrics=self._metrics,
             on_work_ended=release,
         )
@@ -322,7 +348,7 @@ class Worker:
         if not incoming.reply:
             return  # not a request: nobody waits for an answer
         try:
-            await self._transport.publish(incoming.reply, data)
+            await self._control.publish(incoming.reply, data)
         except TransportError as error:
             # The agent's request times out, and it asks again.
             log.warning(Event.BROKER_ERROR, reason=str(error))
