@@ -20,6 +20,7 @@ from aiohttp import web
 
 from edge_agent.api import ChatRequest, NewContext
 from edge_agent.auth import BearerTokens
+from edge_agent.broker import Broker
 from edge_agent.chat import Answer, ChatService, Transfer
 from edge_agent.config import EdgeConfig
 from edge_agent.errors import (
@@ -39,6 +40,7 @@ from edge_agent.model import EdgeModel, load_model
 from edge_agent.store import ContextInfo, ContextStore, StoreUsage
 from edge_agent.threads import run_in
 from edge_agent.timeline import Timeline
+from edge_agent.uplink import Uplink
 from telemetry import Event, MetricSet, announce, configure_logging, get_logger, level_label, names
 
 DISK_THREADS = 4
@@ -135,10 +137,8 @@ class Agent:
                 contexts=store.usage().num_contexts,
                 repaired=store.num_repaired,
             )
-            # Late: the transport's libraries are not needed to test the rest.
-            from edge_agent.uplink import Uplink
-
-            async with Uplink.open(config, store=store, metrics=metrics, disk=disk) as uplink:
+            async with Broker.of(config).open() as broker:
+                uplink = Uplink(config, broker=broker, store=store, metrics=metrics, disk=disk)
                 yield cls(
                     config, store=store, uplink=uplink, metrics=metrics, disk=disk, compute=compute
                 )

@@ -43,6 +43,8 @@ class EdgeConfig:
     """File whose first line is the token for the broker."""
     nats_creds_file: Path | None = None
     """NATS credentials file (JWT and nkey seed) for the broker."""
+    nats_inbox: str = ""
+    """Subject prefix that workers answer on, where the broker's permissions name one; empty is random."""
     nats_ca_file: Path | None = None
     """PEM file of the authority that signed the broker's certificate; turns TLS on."""
     tenant: str = "default"

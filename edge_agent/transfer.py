@@ -1,0 +1,438 @@
+"""One session with one worker: the loop between wire, planner and store.
+
+Frames in, events out, frames to send, timer: the protocol's rules are in ``wire``, the choices in
+``planner``. Invariant: whatever ends the session (answer, error, cancel) the worker is told, unless
+it is the one that is gone. Must not know: NATS, HTTP, how a worker is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from typing import Protocol, runtime_checkable
+
+from edge_agent.chat import AnswerRequest
+from edge_agent.errors import BadRequest, CorruptChunk, WorkerLost
+from edge_agent.planning import Plan, TrackedChunk, decision_json
+from edge_agent.store import ContextStore
+from edge_agent.threads import run_in
+from edge_agent.timeline import Timeline
+from planner import (
+    Decision,
+    DeliverySample,
+    Estimator,
+    LevelUnavailable,
+    Policy,
+    Stage,
+    TransferState,
+)
+from telemetry import Event, MetricSet, get_logger, level_label, names
+from wire import (
+    Answered,
+    Ask,
+    ChunkBad,
+    ChunkReady,
+    ChunkSent,
+    Delivered,
+    Done,
+    Failed,
+    Lane,
+    OutgoingChunk,
+    PeerLost,
+    PeerSilent,
+    SenderSession,
+    Token,
+    WireError,
+    bitstream_digest,
+)
+
+_log = get_logger("edge_agent")
+
+
+class WorkerSilent(WorkerLost):
+    """The worker went silent before its first token; another one may take over."""
+
+
+@runtime_checkable
+class Reconsidering(Protocol):
+    """A policy that may change its mind while a chunk is in flight."""
+
+    def reconsider(self, state: TransferState, estimator: Estimator, now: float) -> Decision | None:
+        """Return a text order or an abandonment, or None to go on."""
+
+
+class Mailbox:
+    """Frames from the worker, and a bell for everything that the loop should look at."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.connection_changes: deque[bool] = deque()
+        self.bell = asyncio.Event()
+
+    def deliver(self, frame: bytes) -> None:
+        """Take in a frame from the transport."""
+        self.frames.append(frame)
+        self.bell.set()
+
+    def connection_changed(self, *, is_up: bool) -> None:
+        """Take in that the broker went away or came back."""
+        self.connection_changes.append(is_up)
+        self.bell.set()
+
+
+Publish = Callable[[Lane, bytes], Awaitable[None]]
+
+
+class SessionLoop:
+    """Runs an accepted session to its end."""
+
+    def __init__(
+        self,
+        *,
+        session: SenderSession,
+        request: AnswerRequest,
+        plan: Plan,
+        policy: Policy,
+        estimator: Estimator,
+        timeline: Timeline,
+        mailbox: Mailbox,
+        publish: Publish,
+        store: ContextStore,
+        disk: Executor,
+        metrics: MetricSet,
+        on_token: Callable[[int], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take over a session that a worker has accepted.
+
+        Args:
+            session: in state SENDING.
+            request: what is asked.
+            plan: the chunks and their choices.
+            policy: for this request alone.
+            estimator: for this request alone.
+            timeline: where times are recorded.
+            mailbox: frames for this session.
+            publish: sends one frame on a lane.
+            store: where bitstreams come from.
+            disk: threads for reading them.
+            metrics: the agent's metrics.
+            on_token: called with each answer token; False ends the answer.
+            clock: monotonic seconds.
+        """
+        self._session = session
+        self._request = request
+        self._plan = plan
+        self._policy = policy
+        self._estimator = estimator
+        self._timeline = timeline
+        self._mailbox = mailbox
+        self._publish = publish
+        self._store = store
+        self._disk = disk
+        self._metrics = metrics
+        self._on_token = on_token
+        self._clock = clock
+        self._loading: asyncio.Task[None] | None = None
+        self._has_new_samples = False
+        self._finish_reason: str | None = None
+        # The worker's clock starts when it accepts; the earliest arrival of any of its times bounds
+        # that moment from above, to within the one-way delay.
+        self._accepted_at = plan.accepted_at
+        self._worker_times: list[Callable[[], None]] = []
+
+    async def run(self) -> str:
+        """Send, wait and read until the answer is complete.
+
+        Returns:
+            Why the answer ended: stop or length.
+
+        Raises:
+            WorkerSilent: the worker is gone; what it had is lost, nothing was answered yet.
+            WorkerLost: the worker failed, or went silent after its first token.
+            BadRequest: the policy cannot work with what is stored.
+        """
+        session, request = self._session, self._request
+        session.ask(
+            Ask(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                seed=request.seed,
+                evaluate=request.evaluate,
+            ),
+            request.question_ids,
+            now=self._clock(),
+        )
+        self._timeline.question_sent_s = self._timeline.since_arrival(self._clock())
+        reason = "the request ended"
+        try:
+            while True:
+                self._mailbox.bell.clear()
+                self._read_frames()
+                if self._take_events():
+                    break
+                self._finish_load()
+                self._begin_chunks()
+                await self._send()
+                await self._wait()
+            return self._finish_reason or "stop"
+        except asyncio.CancelledError:
+            reason = "the client is gone"
+            raise
+        finally:
+            if self._loading is not None:
+                self._loading.cancel()
+                await asyncio.gather(self._loading, return_exceptions=True)
+            await self._close(reason)
+
+    async def _close(self, reason: str) -> None:
+        session = self._session
+        session.cancel(reason, now=self._clock())
+        await self._send()
+        for settle in self._worker_times:
+            settle()
+        self._timeline.num_payload_bytes += session.num_bytes_sent
+        self._timeline.num_resent_bytes += session.num_bytes_resent
+
+    def _read_frames(self) -> None:
+        session, mailbox = self._session, self._mailbox
+        while mailbox.connection_changes:
+            session.on_connection(is_up=mailbox.connection_changes.popleft(), now=self._clock())
+        while mailbox.frames:
+            try:
+                session.receive(mailbox.frames.popleft(), now=self._clock())
+            except WireError as error:
+                # A frame that is not ours or came damaged leaves the session as it was; what it
+                # carried comes again.
+                _log.debug(Event.BROKER_ERROR, session_id=self._timeline.session, error=str(error))
+        now = self._clock()
+        timer = session.next_timer()
+        if timer is not None and timer <= now:
+            session.handle_timer(now=now)
+
+    def _take_events(self) -> bool:
+        """Act on everything that happened; return True when the session is over."""
+        while (event := self._session.next_event()) is not None:
+            now = self._clock()
+            match event:
+                case Delivered(sample):
+                    self._has_new_samples = True
+                    self._estimator.on_delivery(
+                        DeliverySample(
+                            bytes=sample.bytes,
+                            interval_s=sample.interval_s,
+                            delivered_at_s=sample.delivered_at_s,
+                            rtt_s=sample.rtt_s,
+                            window_limited=sample.window_limited,
+                            sender_limited=sample.sender_limited,
+                        )
+                    )
+                    self._timeline.delivered(sample.delivered_at_s, sample.bytes_per_s)
+                case ChunkSent():
+                    self._chunk_sent(event)
+                case ChunkReady():
+                    self._chunk_ready(event, now)
+                case ChunkBad():
+                    self._chunk_bad(event)
+                case Token():
+                    self._note_worker_time(event.at_s, now)
+                    self._timeline.token(now)
+                    if not self._on_token(event.token_id):
+                        self._finish_reason = "stop"
+                        return True
+                case Answered():
+                    self._answered(event)
+                case Done():
+                    if event.evaluation is not None:
+                        self._timeline.evaluation = {
+                            "kl": event.evaluation.kl,
+                            "top1": event.evaluation.top1,
+                            "greedy_match": event.evaluation.greedy_match,
+                            "exact_token_ids": list(event.evaluation.exact_token_ids),
+                        }
+                    return True
+                case Failed():
+                    raise WorkerLost(
+                        f"worker {self._timeline.worker} gave the session up: {event.sentence}"
+                    )
+                case PeerSilent() if self._timeline.first_token_s is None:
+                    # Nothing was answered yet: another worker can start from our own store.
+                    raise WorkerSilent(self._silence())
+                case PeerSilent():
+                    _log.warning(
+                        Event.WORKER_LOST,
+                        session_id=self._timeline.session,
+                        worker=self._timeline.worker,
+                    )
+                case PeerLost():
+                    raise WorkerLost(self._silence())
+                case _:
+                    pass
+        return False
+
+    def _silence(self) -> str:
+        self._metrics.add(names.EDGE_WORKER_LOSSES)
+        return f"worker {self._timeline.worker} went silent in the middle of the session"
+
+    def _chunk_sent(self, event: ChunkSent) -> None:
+        chunk = self._plan.chunks[event.chunk]
+        record = self._timeline.chunks[event.chunk]
+        if chunk.epoch != event.epoch:
+            return
+        if chunk.stage is Stage.IN_FLIGHT:
+            chunk.stage = Stage.ARRIVED
+        chunk.bytes_acked = chunk.bytes_sent = event.num_bytes
+        record.send_start_s = self._timeline.since_arrival(event.started_at_s)
+        record.acked_s = self._timeline.since_arrival(event.finished_at_s)
+
+    def _chunk_ready(self, event: ChunkReady, now: float) -> None:
+        chunk = self._plan.chunks[event.chunk]
+        record = self._timeline.chunks[event.chunk]
+        self._note_worker_time(event.end_s, now)
+        chunk.stage = Stage.READY
+        self._plan.measured(chunk, level=event.level, seconds=event.end_s - event.start_s)
+
+        def settle() -> None:
+            record.decode_start_s = self._from_worker(event.start_s)
+            record.decode_end_s = record.ready_s = self._from_worker(event.end_s)
+
+        self._worker_times.append(settle)
+
+    def _chunk_bad(self, event: ChunkBad) -> None:
+        """Send a chunk another way: what arrived whole and does not decode, will not the next time."""
+        chunk = self._plan.chunks[event.chunk]
+        if chunk.epoch != event.epoch or chunk.choice is None:
+            return
+        _log.warning(
+            Event.CHUNK_QUARANTINED,
+            session_id=self._timeline.session,
+            chunk_id=event.chunk,
+            level=chunk.choice.name,
+            error=event.sentence,
+        )
+        self._plan.drop_level(event.chunk, chunk.choice.name)
+        chunk.stage, chunk.choice = Stage.MISSING, None
+
+    def _answered(self, event: Answered) -> None:
+        self._finish_reason = event.finish_reason
+
+        def settle() -> None:
+            self._timeline.prefill_start_s = self._from_worker(event.prefill_start_s)
+            self._timeline.prefill_end_s = self._from_worker(event.prefill_end_s)
+
+        self._worker_times.append(settle)
+
+    def _note_worker_time(self, worker_s: float, now: float) -> None:
+        self._accepted_at = min(self._accepted_at, now - worker_s)
+
+    def _from_worker(self, worker_s: float) -> float:
+        return self._timeline.since_arrival(self._accepted_at + worker_s)
+
+    # Planning
+
+    def _begin_chunks(self) -> None:
+        """Ask the policy for as long as it has something to begin."""
+        now = self._clock()
+        session = self._session
+        self._estimator.on_waiting(
+            bytes_in_flight=session.bytes_in_flight,
+            oldest_age_s=session.oldest_age_s(now=now),
+            now=now,
+        )
+        for chunk in self._plan.chunks:
+            progress = session.progress(chunk.index)
+            if progress is not None:
+                chunk.bytes_acked, chunk.bytes_sent = progress
+        # One bitstream is read at a time; its bytes count as on their way already.
+        while self._loading is None:
+            wants_chunk = session.wants_chunk
+            state = self._plan.state(bytes_in_flight=session.bytes_in_flight, now=now)
+            decision = self._decide(state, now, wants_chunk=wants_chunk)
+            if decision is None:
+                return
+            self._timeline.decisions.append(decision_json(decision, state))
+            self._carry_out(decision, now)
+
+    def _decide(self, state: TransferState, now: float, *, wants_chunk: bool) -> Decision | None:
+        try:
+            if wants_chunk:
+                return self._policy.next_decision(state, self._estimator, now)
+            if self._has_new_samples and isinstance(self._policy, Reconsidering):
+                self._has_new_samples = False
+                return self._policy.reconsider(state, self._estimator, now)
+        except LevelUnavailable as error:
+            raise BadRequest(f"policy {self._request.policy!r}: {error}") from error
+        return None
+
+    def _carry_out(self, decision: Decision, now: float) -> None:
+        chunk = self._plan.chunks[decision.chunk_index]
+        record = self._timeline.chunks[chunk.index]
+        choice = decision.choice
+        if decision.abandons and chunk.choice is not None:
+            if self._session.progress(chunk.index) is not None:
+                self._session.abort(chunk.index, now=now)
+            self._metrics.add(names.EDGE_ABANDONED_CHUNKS, 1, level_label(chunk.choice.name))
+        chunk.choice, chunk.stage, chunk.begun_s = choice, Stage.IN_FLIGHT, now
+        chunk.bytes_acked = chunk.bytes_sent = 0
+        record.choice, record.num_bytes = choice.name, choice.num_bytes
+        record.send_start_s, record.acked_s = self._timeline.since_arrival(now), None
+        if choice.is_text:
+            chunk.epoch = self._session.recompute(chunk.index, now=now)
+            record.epoch = chunk.epoch
+        else:
+            self._loading = asyncio.create_task(self._load(chunk))
+            self._loading.add_done_callback(lambda _: self._mailbox.bell.set())
+
+    async def _load(self, chunk: TrackedChunk) -> None:
+        """Read a bitstream and hand it to the session."""
+        assert chunk.choice is not None
+        level = chunk.choice.name
+        try:
+            payload, digest = await run_in(self._disk, self._read, chunk.span.key, level)
+        except CorruptChunk as error:
+            # The store dropped the file; the policy has one choice less.
+            _log.warning(
+                Event.CHUNK_QUARANTINED,
+                session_id=self._timeline.session,
+                chunk_id=chunk.index,
+                level=level,
+                error=str(error),
+            )
+            self._metrics.add(names.EDGE_CORRUPT_CHUNKS, 1, level_label(level))
+            self._plan.drop_level(chunk.index, level)
+            chunk.stage, chunk.choice = Stage.MISSING, None
+        else:
+            chunk.epoch = self._session.offer(
+                OutgoingChunk(chunk=chunk.index, level=level, payload=payload, digest=digest),
+                now=self._clock(),
+            )
+            self._timeline.chunks[chunk.index].epoch = chunk.epoch
+
+    def _finish_load(self) -> None:
+        if self._loading is not None and self._loading.done():
+            done, self._loading = self._loading, None
+            done.result()
+
+    def _read(self, key: bytes, level: str) -> tuple[bytes, bytes]:
+        payload = self._store.read_chunk(key, level)
+        return payload, bitstream_digest(payload)
+
+    # Moving
+
+    async def _send(self) -> None:
+        for frame in self._session.frames_to_send(now=self._clock()):
+            await self._publish(frame.lane, frame.data)
+
+    async def _wait(self) -> None:
+        """Sleep until a frame, a finished read, a change of the connection, or the session's timer."""
+        timer = self._session.next_timer()
+        timeout_s = None if timer is None else max(0.0, timer - self._clock())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._mailbox.bell.wait()
+        except TimeoutError:
+            pass
