@@ -90,9 +90,15 @@ def configure_logging(level: str, *, program: str, stream: TextIO | None = None)
 
 
 def get_logger(room: str) -> structlog.typing.FilteringBoundLogger:
-    """Return the logger of a room, such as ``cloud_worker``."""
-    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(f"kvtide.{room}")
-    return logger.bind(room=room)
+    """Return the logger of a room, such as ``cloud_worker``.
+
+    May be called before ``configure_logging``, at import: it looks the set-up up with every line.
+    """
+    # Bound with initial values, not ``bind``: that would freeze the set-up of this moment.
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(
+        f"kvtide.{room}", room=room
+    )
+    return logger
 
 
 def announce(event: Event, *, port: int, stream: TextIO | None = None) -> None:

@@ -38,6 +38,14 @@ def test_a_line_is_json_with_event_program_room_level_and_time(stream: io.String
     assert line["timestamp"].endswith("Z")
 
 
+def test_a_logger_made_before_the_set_up_follows_it(stream: io.StringIO) -> None:
+    logger = get_logger("cloud_worker")
+    configure_logging("info", program="kvtide-worker", stream=stream)
+    logger.info(Event.READY)
+    (line,) = lines(stream)
+    assert (line["event"], line["room"]) == ("ready", "cloud_worker")
+
+
 def test_lines_below_the_level_are_dropped(stream: io.StringIO) -> None:
     configure_logging("warning", program="kvtide-worker", stream=stream)
     get_logger("cloud_worker").info(Event.SESSION_DONE)
