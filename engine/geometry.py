@@ -88,6 +88,8 @@ def geometry_of(config: Any, *, name: str) -> KvGeometry:
             name, f"{num_query_heads} query heads do not divide over {num_kv_heads} KV heads"
         )
     head_dim = int(getattr(cfg, "head_dim", None) or 0)
+    if (getattr(cfg, "global_head_dim", None) or head_dim) != head_dim:
+        raise UnsupportedModel(name, "its layers have heads of different widths")
     if not head_dim:
         hidden = _positive(cfg, "hidden_size", name)
         if hidden % num_query_heads:
@@ -99,7 +101,7 @@ def geometry_of(config: Any, *, name: str) -> KvGeometry:
     foreign = sorted(set(kinds) - _ATTENTION_KINDS)
     if foreign:
         raise UnsupportedModel(
-            name, f"its '{foreign[0]}' layers keep no plain K and V rows per token"
+            name, f"its '{foreign[0]}' layers keep a state other than one K and one V row per token"
         )
     sliding = tuple(kind == "sliding_attention" for kind in kinds)
     window = int(cfg.sliding_window) if any(sliding) else None
@@ -108,7 +110,7 @@ def geometry_of(config: Any, *, name: str) -> KvGeometry:
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        context_tokens=_positive(cfg, "max_position_embeddings", name),
+        context_tokens=_context_tokens(cfg, rope_parameters, name),
         vocab_size=_positive(cfg, "vocab_size", name),
         num_query_heads=num_query_heads,
         rotary_dim=_rotary_dim(cfg, head_dim, rope_parameters),
@@ -174,11 +176,22 @@ def _positive(cfg: Any, field: str, name: str) -> int:
 def _rotary_dim(cfg: Any, head_dim: int, parameters: dict[str, dict[str, Any]]) -> int:
     if not parameters:
         return 0
-    factors = {float(p.get("partial_rotary_factor", 1.0)) for p in parameters.values()}
-    factor = max(factors | {float(getattr(cfg, "partial_rotary_factor", None) or 0.0)} - {0.0})
-    if factors != {1.0}:
-        factor = max(factors)
-    return int(head_dim * factor)
+    # transformers 5 keeps the factor with the other RoPE parameters, older configs beside them.
+    factors = {
+        float(p.get("partial_rotary_factor") or getattr(cfg, "partial_rotary_factor", None) or 1.0)
+        for p in parameters.values()
+    }
+    return int(head_dim * max(factors))
+
+
+def _context_tokens(cfg: Any, parameters: dict[str, dict[str, Any]], name: str) -> int:
+    limit = _positive(cfg, "max_position_embeddings", name)
+    for p in parameters.values():
+        if p.get("rope_type") == "longrope":
+            # Beyond the original window LongRoPE changes the angles of all tokens, those already cached
+            # too: KV computed before and after would not belong together.
+            limit = min(limit, int(p.get("original_max_position_embeddings") or limit))
+    return limit
 
 
 def _has_qk_norm(cfg: Any) -> bool:

@@ -178,6 +178,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call] # transformers' 
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start, stop = self.num_tokens, self.num_tokens + key_states.shape[2]
+        # copy_ would broadcast a single head over all of them
+        if key_states.shape[1::2] != self._k.shape[1::2] or key_states.shape != value_states.shape:
+            raise CacheRangeError(
+                f"the model makes K {tuple(key_states.shape)} and V {tuple(value_states.shape)},"
+                f" the cache holds heads and widths {tuple(self._k.shape[1::2])}"
+            )
         self._k[:, :, start:stop].copy_(key_states)
         self._v[:, :, start:stop].copy_(value_states)
         self.num_tokens = stop

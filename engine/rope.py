@@ -7,7 +7,7 @@ attention scaling (1 for most); un-rotating divides by `s` squared after the inv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,10 @@ class RotaryTables:
     def num_positions(self) -> int:
         """Positions that the tables cover, from 0."""
         return int(self.cos.shape[1])
+
+    def first(self, num_positions: int) -> RotaryTables:
+        """Return the tables of the first positions; shares memory."""
+        return replace(self, cos=self.cos[:, :num_positions], sin=self.sin[:, :num_positions])
 
 
 def rotate(

@@ -17,11 +17,18 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
-from engine.errors import ContextTooLong, EngineError, UnsupportedModel
-from engine.geometry import KvGeometry, layer_kinds, text_config
+from engine.errors import ContextTooLong, EngineError
+from engine.geometry import KvGeometry, text_config
 from engine.identity import ModelIdentity
 from engine.kv_cache import KvCache, TransformersView
 from engine.rope import RotaryTables
+from engine.rotary_probe import (
+    PROBE_SHIFT,
+    PROBE_TOKENS,
+    prove_rotation,
+    read_tables,
+    with_identity,
+)
 from engine.sampling import Sampling, choose_token
 from engine.tokenizer import Tokenizer
 
@@ -66,6 +73,7 @@ class TorchEngine:
         """Tokens that end an answer."""
         self._rotary_lock = threading.Lock()
         self._rotary: RotaryTables | None = None
+        self._unturned_layers: tuple[bool, ...] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -214,30 +222,20 @@ class TorchEngine:
 
         Returns:
             float32 [2, token, head, dim].
+
+        Raises:
+            UnsupportedModel: the model has no RoPE, or one that is not understood.
         """
         self._check_ids(token_ids)
-        g = self.geometry
-        out = np.empty((2, len(token_ids), g.num_kv_heads, g.head_dim), dtype=np.float32)
-        scaling = (
-            float(self._raw_rotary(1).scaling[self._table_of_layer()[0]]) if g.rotary_dim else 1.0
-        )
-        done = 0
-        for piece in _pieces(token_ids):
-            capture = _CaptureLayer0()
-            # At position 0 RoPE turns nothing: what layer 0 hands to the cache is K before RoPE.
-            positions = torch.zeros((1, len(piece)), dtype=torch.long, device=self._device)
-            with contextlib.suppress(_LayerCaptured):
-                self._call(self._decoder, capture, piece, positions)
-            span = slice(done, done + len(piece))
-            for index, tensor in enumerate(capture.captured()):
-                out[index, span] = _to_numpy(tensor[0].transpose(0, 1))
-            done += len(piece)
-        if scaling != 1.0:
-            out[0, :, :, : g.rotary_dim] /= np.float32(scaling)
+        tables = self.rotary_tables(1)
+        out = self._scaled_layer0(token_ids)
+        out[0, :, :, : self.geometry.rotary_dim] /= tables.scaling[tables.table_of_layer[0]]
         return out
 
     def rotary_tables(self, num_positions: int) -> RotaryTables:
         """Return the model's rotary tables for positions 0 to `num_positions`.
+
+        The first call runs the model three times on a few tokens to prove that the tables are right.
 
         Raises:
             UnsupportedModel: un-rotating this model's keys with them does not give the keys before RoPE.
@@ -247,76 +245,50 @@ class TorchEngine:
                 num_tokens=num_positions, limit_tokens=self.geometry.context_tokens
             )
         with self._rotary_lock:
-            if self._rotary is None:
-                self._check_rotation(self._raw_rotary(_ROTATION_CHECK_TOKENS))
+            if self._unturned_layers is None:
+                self._unturned_layers = self._prove_rotation()
             if self._rotary is None or self._rotary.num_positions < num_positions:
-                self._rotary = self._raw_rotary(num_positions)
-            full = self._rotary
-        return RotaryTables(
-            cos=full.cos[:, :num_positions],
-            sin=full.sin[:, :num_positions],
-            table_of_layer=full.table_of_layer,
-            interleaved=full.interleaved,
-            scaling=full.scaling,
-        )
+                self._rotary = with_identity(self._raw_tables(num_positions), self._unturned_layers)
+            return self._rotary.first(num_positions)
 
-    def _table_kinds(self) -> tuple[str | None, ...]:
-        """Layer kinds that have a RoPE of their own, in table order; (None,) for one RoPE."""
-        if "layer_type" in inspect.signature(self._decoder.rotary_emb.forward).parameters:
-            kinds = layer_kinds(text_config(self._model.config), self.geometry.num_layers)
-            return tuple(sorted(set(kinds)))
-        return (None,)
-
-    def _table_of_layer(self) -> NDArray[np.int32]:
-        tables = self._table_kinds()
-        if tables == (None,):
-            return np.zeros(self.geometry.num_layers, dtype=np.int32)
-        kinds = layer_kinds(text_config(self._model.config), self.geometry.num_layers)
-        return np.array([tables.index(kind) for kind in kinds], dtype=np.int32)
-
-    def _raw_rotary(self, num_positions: int) -> RotaryTables:
+    def _scaled_layer0(self, token_ids: Sequence[int]) -> F32Array:
+        """Layer 0's K and V as the model hands them to its cache at position 0, where RoPE only scales."""
         g = self.geometry
-        rotary = getattr(self._decoder, "rotary_emb", None)
-        if rotary is None or not g.rotary_dim:
-            raise UnsupportedModel(self.name, "it has no rotary position embedding")
-        positions = torch.arange(num_positions, device=self._device)[None]
-        like = torch.zeros(1, dtype=torch.float32, device=self._device)
-        cos_tables, sin_tables, scalings = [], [], []
-        with torch.inference_mode():
-            for kind in self._table_kinds():
-                cos, sin = (
-                    rotary(like, positions) if kind is None else rotary(like, positions, kind)
-                )
-                cos, sin = _to_numpy(cos[0]), _to_numpy(sin[0])
-                if cos.shape[1] != g.rotary_dim:
-                    raise UnsupportedModel(
-                        self.name,
-                        f"its RoPE turns {cos.shape[1]} elements, its config says {g.rotary_dim}",
-                    )
-                repeated = cos.shape[1] > 1 and np.array_equal(cos[:, 0::2], cos[:, 1::2])
-                step = slice(0, None, 2) if repeated else slice(0, cos.shape[1] // 2)
-                cos_tables.append(cos[:, step])
-                sin_tables.append(sin[:, step])
-                scalings.append(cos[0, 0])  # at position 0 every cosine is the scaling itself
-        return RotaryTables(
-            cos=np.ascontiguousarray(np.stack(cos_tables)),
-            sin=np.ascontiguousarray(np.stack(sin_tables)),
-            table_of_layer=self._table_of_layer(),
-            interleaved=g.rotary_interleaved,
-            scaling=np.array(scalings, dtype=np.float32),
+        out = np.empty((2, len(token_ids), g.num_kv_heads, g.head_dim), dtype=np.float32)
+        done = 0
+        for piece in _pieces(token_ids):
+            capture = _CaptureLayer0()
+            positions = torch.zeros((1, len(piece)), dtype=torch.long, device=self._device)
+            with contextlib.suppress(_LayerCaptured):
+                self._call(self._decoder, capture, piece, positions)
+            span = slice(done, done + len(piece))
+            for index, tensor in enumerate(capture.captured()):
+                out[index, span] = _to_numpy(tensor[0].transpose(0, 1))
+            done += len(piece)
+        return out
+
+    def _raw_tables(self, num_positions: int) -> RotaryTables:
+        return read_tables(
+            self._decoder,
+            text_config(self._model.config),
+            self.geometry,
+            num_positions,
+            device=self._device,
+            name=self.name,
         )
 
-    def _check_rotation(self, tables: RotaryTables) -> None:
-        from engine.rope import rotate
-
-        token_ids = [(7 * i + 3) % self.geometry.vocab_size for i in range(_ROTATION_CHECK_TOKENS)]
-        cache = self.new_cache(len(token_ids))
-        self.fill(cache, token_ids)
-        cached = cache.read(0, len(token_ids))[0, 0].astype(np.float32)
-        expected = rotate(self.layer0_kv(token_ids)[:1], tables, token_start=0)[0]
-        scale = float(np.abs(expected).max()) or 1.0
-        if float(np.abs(cached - expected).max()) > _ROTATION_TOLERANCE * scale:
-            raise UnsupportedModel(self.name, "its keys are not rotated the way its config says")
+    def _prove_rotation(self) -> tuple[bool, ...]:
+        token_ids = [(7 * i + 3) % self.geometry.vocab_size for i in range(PROBE_TOKENS)]
+        tables = self._raw_tables(PROBE_TOKENS + PROBE_SHIFT)
+        keys = []
+        for shift in (0, PROBE_SHIFT):
+            cache = self.new_cache(PROBE_TOKENS)
+            # RoPE is relative: moving all tokens by the same distance turns the keys and nothing else
+            positions = torch.arange(shift, shift + PROBE_TOKENS, device=self._device)[None]
+            self._call(self._decoder, cache.view(0), token_ids, positions)
+            keys.append(cache.read(0, PROBE_TOKENS)[:, 0].astype(np.float32))
+        layer0 = self._scaled_layer0(token_ids)[0]
+        return prove_rotation(tables, layer0, keys[0], keys[1], name=self.name)
 
     def _logits(
         self, view: TransformersView, token_ids: Sequence[int], start: int, *, keep: int
@@ -368,11 +340,6 @@ class TorchEngine:
             raise EngineError(
                 f"token id {bad} is outside the vocabulary of {self.geometry.vocab_size}"
             )
-
-
-_ROTATION_CHECK_TOKENS = 16
-# bfloat16 keeps 8 bits: half a unit in the last place of the largest key, with room for two roundings.
-_ROTATION_TOLERANCE = 0.02
 
 
 class _LayerCaptured(Exception):  # control flow, not an error
