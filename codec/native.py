@@ -22,6 +22,7 @@ STATUS = {
     2: "data are left after its last symbol",
     3: "a lane of it does not end where every encoder starts",
     4: "it has a scale that no encoder writes",
+    5: "it has a token class that no encoder writes",
 }
 """`kv_status` in portable.h."""
 

@@ -23,7 +23,15 @@ PACKAGE = KERNELS.parent
 # -ffp-contract=off: CPU and GPU must round alike. No -march: one binary per architecture.
 COMPILE_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread")
 LINK_FLAGS = ("-pthread",)
-SOURCES = ("portable.h", "rangecoder.h", "quantize.h", "cachegen.h", "entry_cpu.cpp")
+SOURCES = (
+    "portable.h",
+    "rangecoder.h",
+    "quantize.h",
+    "cachegen.h",
+    "klt.h",
+    "klt_cpu.h",
+    "entry_cpu.cpp",
+)
 
 
 class NativeLibraryError(ImportError):

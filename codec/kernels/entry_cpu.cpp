@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cachegen.h"
+#include "klt.h"
 #include "quantize.h"
 #include "rangecoder.h"
 
@@ -442,3 +443,7 @@ KV_EXPORT int kv_cachegen_decode(const kv_shape* s, const kv_cachegen_level* lev
         if (status[index] == KV_OK) dequantize_block(s, level, kv, block, &scratch);
       });
 }
+
+// ---- klt ------------------------------------------------------------------------------------------------
+
+#include "klt_cpu.h"

@@ -54,6 +54,7 @@ enum kv_status {
   KV_TRAILING = 2,       // words are left after the last symbol
   KV_WRONG_STATE = 3,    // a lane does not end in the state that every encoder starts from
   KV_BAD_SCALE = 4,      // an int8 scale that no encoder writes
+  KV_BAD_CLASS = 5,      // a token class that no encoder writes
 };
 
 #endif
