@@ -50,6 +50,8 @@ from wire.session import ReceiverSession, SenderSession, parse_open, refusal_fra
 from wire.states import ReceiverState, SenderState
 from wire.subjects import (
     WORKER_QUEUE,
+    agent_inbox,
+    check_inbox,
     check_name,
     control_subject,
     data_subject,
@@ -105,7 +107,9 @@ __all__ = [
     "Speeds",
     "Token",
     "WireError",
+    "agent_inbox",
     "bitstream_digest",
+    "check_inbox",
     "check_name",
     "control_subject",
     "data_subject",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_WINDOW_SEGMENTS = 4
@@ -21,9 +22,11 @@ WINDOW_GAIN = 1.25
 RATE_SAMPLES = 5
 """Median of 5 samples is within 0-1 % of a steady link's rate."""
 MIN_RTT_HORIZON_S = 10.0
-"""Source: BBR's min_rtt filter, 10 s."""
+"""Source: BBR's min_rtt filter, 10 s (draft-cardwell-iccrg-bbr-congestion-control-02, 4.1.2)."""
 QUEUE_SHARE = 1.25
 """A round trip below this multiple of the least one saw no queue: the window set the pace."""
+ACK_TIMES = 64
+"""Acknowledgements in the median that the timers go by."""
 INITIAL_RTT_S = 0.1
 
 
@@ -41,7 +44,7 @@ class DeliverySample:
     window_limited: bool
     """The window, not the link, set the pace: the link may be faster."""
     sender_limited: bool
-    """There was nothing to send for a part of the stretch: the link may be faster."""
+    """There was nothing to send, or no credit, for a part of the stretch: the link may be faster."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -60,6 +63,10 @@ class SentMark:
     first_sent_at_s: float
     window_full: bool
     sender_limited: bool
+    is_repeat: bool
+    """Sent before: its acknowledgement may belong to the first sending, so it times nothing."""
+    is_probe: bool
+    """Sent while the queue was being emptied, to see the bare round trip."""
 
 
 class DeliveryMeter:
@@ -74,8 +81,10 @@ class DeliveryMeter:
         self._first_sent_at_s = 0.0
         self._limited_until_bytes = 0
         self._rates: deque[float] = deque(maxlen=RATE_SAMPLES)
-        self._rtts: deque[tuple[float, float]] = deque()
-        self._ack_rtts: deque[float] = deque(maxlen=64)
+        self._min_rtt_s: float | None = None
+        self._min_rtt_at_s = 0.0
+        self._is_probing = False
+        self._ack_times_s: deque[float] = deque(maxlen=ACK_TIMES)
 
     @property
     def rate_bytes_per_s(self) -> float | None:
@@ -84,28 +93,36 @@ class DeliveryMeter:
 
     @property
     def min_rtt_s(self) -> float | None:
-        """Least round trip of the last ten seconds."""
-        return self._rtts[0][1] if self._rtts else None
+        """Least round trip, not older than about ten seconds."""
+        return self._min_rtt_s
 
     @property
     def ack_p50_s(self) -> float:
-        """Median round trip of the last 64 acknowledgements."""
-        return statistics.median(self._ack_rtts) if self._ack_rtts else INITIAL_RTT_S
+        """Median round trip of the last acknowledgements."""
+        return statistics.median(self._ack_times_s) if self._ack_times_s else INITIAL_RTT_S
 
     def window_bytes(self, *, segment_bytes: int) -> int:
-        """Bytes that may be in flight: ``max(4 S, 1.25 rate min_rtt + 2 S)``."""
+        """Bytes that may be in flight: ``max(4 S, 1.25 rate min_rtt + 2 S)``.
+
+        The rule keeps a queue of about ``0.25 rate min_rtt + 2 S`` at the bottleneck, so after ten
+        seconds no round trip would be bare any more and the window would feed on its own queue. Then,
+        as in BBR, the window is four segments until one segment has gone there and back.
+        """
         least = MIN_WINDOW_SEGMENTS * segment_bytes
-        rate, rtt = self.rate_bytes_per_s, self.min_rtt_s
-        if rate is None or rtt is None:
+        rate, rtt = self.rate_bytes_per_s, self._min_rtt_s
+        if rate is None or rtt is None or self._is_probing:
             return least
         return max(least, int(WINDOW_GAIN * rate * rtt) + EXTRA_SEGMENTS * segment_bytes)
 
-    def on_sent(self, size_bytes: int, *, window_full: bool, now: float) -> SentMark:
+    def on_sent(
+        self, size_bytes: int, *, window_full: bool, is_repeat: bool = False, now: float
+    ) -> SentMark:
         """Take note of a segment that goes out now.
 
         Args:
             size_bytes: bytes of the segment.
             window_full: whether the window left no room behind this segment.
+            is_repeat: whether it was sent before.
             now: seconds.
         """
         if self.in_flight_bytes == 0:
@@ -120,50 +137,69 @@ class DeliveryMeter:
             first_sent_at_s=self._first_sent_at_s,
             window_full=window_full,
             sender_limited=self.delivered_bytes < self._limited_until_bytes,
+            is_repeat=is_repeat,
+            is_probe=self._is_probing,
         )
         self.in_flight_bytes += size_bytes
         return mark
 
     def on_nothing_to_send(self) -> None:
-        """Take note that there is room in the window and nothing to fill it with."""
+        """Take note that there is room in the window and nothing, or no credit, to fill it with."""
         self._limited_until_bytes = self.delivered_bytes + self.in_flight_bytes + 1
 
-    def on_acked(self, mark: SentMark, *, now: float) -> DeliverySample | None:
-        """Take in an acknowledgement; None where no time went by, so there is no rate."""
-        self.in_flight_bytes -= mark.size_bytes
-        self.delivered_bytes += mark.size_bytes
+    def on_acked(self, marks: Sequence[SentMark], *, now: float) -> DeliverySample | None:
+        """Take in the segments that one acknowledgement covers, in the order they were sent.
+
+        Returns:
+            A sample from the one sent last; None where no time went by, or it was a repeat.
+        """
+        if not marks:
+            return None
+        for mark in marks:
+            self.in_flight_bytes -= mark.size_bytes
+            self.delivered_bytes += mark.size_bytes
         self._delivered_at_s = now
-        self._first_sent_at_s = mark.sent_at_s
-        rtt_s = now - mark.sent_at_s
-        self._ack_rtts.append(rtt_s)
-        self._note_rtt(rtt_s, now)
-        interval_s = max(mark.sent_at_s - mark.first_sent_at_s, now - mark.delivered_at_s)
+        last = marks[-1]
+        self._first_sent_at_s = max(self._first_sent_at_s, last.sent_at_s)
+        if last.is_repeat:
+            # Karn's rule.
+            return None
+        rtt_s = now - last.sent_at_s
+        self._ack_times_s.append(rtt_s)
+        self._note_rtt(rtt_s, is_probe=last.is_probe, now=now)
+        interval_s = max(last.sent_at_s - last.first_sent_at_s, now - last.delivered_at_s)
         if interval_s <= 0:
             return None
-        least_rtt = self.min_rtt_s
+        assert self._min_rtt_s is not None
         sample = DeliverySample(
-            bytes=self.delivered_bytes - mark.delivered_bytes,
+            bytes=self.delivered_bytes - last.delivered_bytes,
             interval_s=interval_s,
             delivered_at_s=now,
             rtt_s=rtt_s,
-            window_limited=mark.window_full
-            and least_rtt is not None
-            and rtt_s < QUEUE_SHARE * least_rtt,
-            sender_limited=mark.sender_limited,
+            window_limited=last.window_full and rtt_s < QUEUE_SHARE * self._min_rtt_s,
+            sender_limited=last.sender_limited,
         )
         rate = self.rate_bytes_per_s
-        limited = sample.window_limited or sample.sender_limited
-        if not limited or rate is None or sample.bytes_per_s > rate:
+        is_limited = sample.window_limited or sample.sender_limited
+        if not is_limited or rate is None or sample.bytes_per_s > rate:
             self._rates.append(sample.bytes_per_s)
         return sample
+
+    def on_found(self, marks: Sequence[SentMark], *, now: float) -> None:
+        """Take in segments that turn out to have arrived at some time; they say nothing of the rate."""
+        for mark in marks:
+            self.in_flight_bytes -= mark.size_bytes
+            self.delivered_bytes += mark.size_bytes
+            self._delivered_at_s = now
 
     def on_lost(self, mark: SentMark) -> None:
         """Take note that a segment is given up, lost or aborted."""
         self.in_flight_bytes -= mark.size_bytes
 
-    def _note_rtt(self, rtt_s: float, now: float) -> None:
-        while self._rtts and self._rtts[-1][1] >= rtt_s:
-            self._rtts.pop()
-        self._rtts.append((now, rtt_s))
-        while self._rtts[0][0] < now - MIN_RTT_HORIZON_S:
-            self._rtts.popleft()
+    def _note_rtt(self, rtt_s: float, *, is_probe: bool, now: float) -> None:
+        if self._min_rtt_s is None or rtt_s <= self._min_rtt_s or is_probe:
+            self._min_rtt_s = rtt_s
+            self._min_rtt_at_s = now
+            self._is_probing = False
+        elif now - self._min_rtt_at_s > MIN_RTT_HORIZON_S:
+            self._is_probing = True

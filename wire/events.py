@@ -118,6 +118,18 @@ SenderEvent = (
     | PeerBack
     | PeerLost
 )
+"""``Failed``: the worker gave up, or what it says makes no sense."""
 ReceiverEvent = (
-    ChunkComplete | Abort | Recompute | Asked | Cancel | ChunkBad | PeerSilent | PeerBack | PeerLost
+    ChunkComplete
+    | Abort
+    | Recompute
+    | Asked
+    | Cancel
+    | ChunkBad
+    | Failed
+    | PeerSilent
+    | PeerBack
+    | PeerLost
 )
+"""``ChunkBad``: a bitstream did not match its digest and is asked for again; ``Failed``: the agent broke
+the protocol, and the session is over."""

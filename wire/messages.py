@@ -2,8 +2,8 @@
 
 Owns what the two programs say to each other, and its strict reading: every field is checked for
 type and range, unknown and missing fields are errors. Invariant: reading bytes from the network
-raises ``MessageError`` or gives a valid value, and allocates no more than it was sent (token ids: at
-most ``MAX_TOKENS``). Must not know: sessions, NATS.
+raises ``MessageError`` or gives a valid value; token ids are unpacked only to the number that was declared.
+Must not know: sessions, NATS.
 
 A body is JSON, except token ids, which follow it as a compressed blob.
 """
@@ -11,6 +11,7 @@ A body is JSON, except token ids, which follow it as a compressed blob.
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import math
 import struct
@@ -25,8 +26,10 @@ from wire.errors import LocalProtocolError, MessageError
 
 M = TypeVar("M")
 
-MAX_TOKENS = 1 << 22
-MAX_JSON_BYTES = 4 * 1024 * 1024
+MAX_TOKENS = 1 << 20
+"""Most token ids of one message; a session's own limits are checked before they are unpacked."""
+MAX_JSON_BYTES = 512 * 1024
+"""Of a body without its token ids: about 4,000 chunks in an ``Open``."""
 MAX_STRING = 4096
 MAX_ITEMS = 65_536
 _MAX_INT = 2**53 - 1
@@ -92,7 +95,9 @@ class Open:
     max_chunk_bytes: int
     """Largest bitstream that may be sent."""
     question_tokens: int
+    """Token ids of the question that will come; at most."""
     max_tokens: int
+    """Tokens of the answer that will be asked for; at most."""
     deadline_s: float
     """TTFT aimed at, from now."""
     evaluate: bool = False
@@ -290,14 +295,17 @@ def pack_body(body: Any, token_ids: Sequence[int] = ()) -> bytes:
     return _join(_to_json(body), token_ids)
 
 
-def parse_body(data: bytes, kind: type[M]) -> tuple[M, tuple[int, ...]]:
-    """Read what ``pack_body`` gave.
+def parse_body(data: bytes, kind: type[M]) -> tuple[M, bytes]:
+    """Read what ``pack_body`` gave; the token ids are still packed.
 
     Raises:
         MessageError: anything else.
     """
-    value, token_ids = _split(data, where=kind.__name__)
-    return _from_json(value, kind, where=kind.__name__), token_ids
+    value, blob = _split(data, where=kind.__name__)
+    body = _from_json(value, kind, where=kind.__name__)
+    if blob and kind is not Open:
+        raise MessageError("takes none", where=kind.__name__, field="token_ids")
+    return body, blob
 
 
 def pack_message(message: Message, token_ids: Sequence[int] = ()) -> bytes:
@@ -305,19 +313,21 @@ def pack_message(message: Message, token_ids: Sequence[int] = ()) -> bytes:
     return _join({"kind": type(message).__name__, **_to_json(message)}, token_ids)
 
 
-def parse_message(data: bytes) -> tuple[Message, tuple[int, ...]]:
-    """Read what ``pack_message`` gave.
+def parse_message(data: bytes) -> tuple[Message, bytes]:
+    """Read what ``pack_message`` gave; the token ids are still packed.
 
     Raises:
         MessageError: anything else.
     """
-    value, token_ids = _split(data, where="message")
+    value, blob = _split(data, where="message")
     name = value.pop("kind", None)
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise MessageError(f"unknown kind {name!r:.40}", where="message", field="kind")
     message: Message = _from_json(value, kind, where=kind.__name__)
-    return message, token_ids
+    if blob and kind is not Ask:
+        raise MessageError("takes none", where=kind.__name__, field="token_ids")
+    return message, blob
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
@@ -330,21 +340,25 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     return zlib.compress(b"".join(raw[plane::4] for plane in range(4)), 9)
 
 
-def parse_token_ids(data: bytes) -> tuple[int, ...]:
-    """Read what ``pack_token_ids`` gave, at most ``MAX_TOKENS``.
+def parse_token_ids(data: bytes, *, max_tokens: int) -> tuple[int, ...]:
+    """Read what ``pack_token_ids`` gave; no more than so many ids are ever unpacked.
 
     Raises:
-        MessageError: the data is damaged, too long or not a whole number of ids.
+        MessageError: the data is damaged, or holds more ids.
     """
+    if not data:
+        return ()
+    limit_bytes = 4 * min(max_tokens, MAX_TOKENS)
     inflater = zlib.decompressobj()
     try:
-        planes = inflater.decompress(data, 4 * MAX_TOKENS)
+        # One byte more than is allowed: a longer stream shows itself, and is not unpacked.
+        planes = inflater.decompress(data, limit_bytes + 1)
     except zlib.error as error:
         raise MessageError(str(error), where="message", field="token_ids") from None
+    if len(planes) > limit_bytes:
+        raise MessageError(f"more than {limit_bytes // 4} ids", where="message", field="token_ids")
     if not inflater.eof or inflater.unused_data or len(planes) % 4:
-        raise MessageError(
-            f"not a whole stream of at most {MAX_TOKENS} ids", where="message", field="token_ids"
-        )
+        raise MessageError("not a whole stream of ids", where="message", field="token_ids")
     count = len(planes) // 4
     raw = bytearray(len(planes))
     for plane in range(4):
@@ -360,7 +374,7 @@ def _join(value: dict[str, Any], token_ids: Sequence[int]) -> bytes:
     return _LENGTH.pack(len(text)) + text + blob
 
 
-def _split(data: bytes, *, where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+def _split(data: bytes, *, where: str) -> tuple[dict[str, Any], bytes]:
     if len(data) < _LENGTH.size:
         raise MessageError(f"{len(data)} bytes are too few", where=where, field="length")
     (length,) = _LENGTH.unpack_from(data)
@@ -368,13 +382,19 @@ def _split(data: bytes, *, where: str) -> tuple[dict[str, Any], tuple[int, ...]]
     if length > MAX_JSON_BYTES or len(text) != length:
         raise MessageError(f"says {length} bytes of JSON", where=where, field="length")
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"not JSON: {error}", where=where, field="body") from None
     if not isinstance(value, dict):
         raise MessageError("not a JSON object", where=where, field="body")
-    blob = data[_LENGTH.size + length :]
-    return value, parse_token_ids(blob) if blob else ()
+    return value, data[_LENGTH.size + length :]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a field comes twice")
+    return value
 
 
 def _to_json(value: Any) -> Any:
@@ -390,7 +410,7 @@ def _to_json(value: Any) -> Any:
 def _from_json(value: Any, kind: type[M], *, where: str) -> M:
     if not isinstance(value, dict):
         raise MessageError("not an object", where=where, field="body")
-    hints = typing.get_type_hints(kind)
+    hints = _type_hints(typing.cast("Any", kind))
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     for name in value:
         if name not in known:
@@ -402,6 +422,11 @@ def _from_json(value: Any, kind: type[M], *, where: str) -> M:
         elif item.default is MISSING:
             raise MessageError("missing", where=where, field=name)
     return kind(**arguments)
+
+
+@functools.cache
+def _type_hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _check(value: Any, hint: Any, *, where: str, field: str) -> Any:

@@ -11,14 +11,22 @@ from wire.events import PeerBack, PeerLost, PeerSilent
 HEARTBEAT_S = 1.0
 SILENT_AFTER_S = 3.0
 """Three heartbeats: then the agent looks for another worker."""
+LOST_AFTER_S = 60.0
+"""Above the longest outage that a session lives through, 30 s, and a reconnect."""
+FIRST_FRAME_S = 5.0
+"""A peer that never said a word does not know of the session: its answer was lost."""
 
 
 class PeerClock:
     """Says when a heartbeat is due and whether the peer is alive."""
 
-    def __init__(self, *, now: float, lost_after_s: float) -> None:
+    def __init__(
+        self, *, now: float, lost_after_s: float, first_frame_s: float = FIRST_FRAME_S
+    ) -> None:
         self.is_connected = True
         self._lost_after_s = lost_after_s
+        self._first_frame_s = min(first_frame_s, lost_after_s)
+        self._has_heard = False
         self._last_heard_s = now
         self._last_spoke_s = now
         self._is_silent = False
@@ -26,6 +34,7 @@ class PeerClock:
     def on_heard(self, *, now: float) -> PeerBack | None:
         """Take in that a frame of the peer arrived."""
         self._last_heard_s = now
+        self._has_heard = True
         was_silent, self._is_silent = self._is_silent, False
         return PeerBack() if was_silent else None
 
@@ -49,7 +58,7 @@ class PeerClock:
         if not self.is_connected:
             return None
         silent_s = now - self._last_heard_s
-        if silent_s >= self._lost_after_s:
+        if silent_s >= self._limit_s:
             return PeerLost(silent_s=silent_s)
         if silent_s >= SILENT_AFTER_S and not self._is_silent:
             self._is_silent = True
@@ -60,5 +69,9 @@ class PeerClock:
         """When to look again."""
         if not self.is_connected:
             return None
-        silence_s = self._lost_after_s if self._is_silent else SILENT_AFTER_S
+        silence_s = self._limit_s if self._is_silent else min(SILENT_AFTER_S, self._limit_s)
         return min(self._last_spoke_s + HEARTBEAT_S, self._last_heard_s + silence_s)
+
+    @property
+    def _limit_s(self) -> float:
+        return self._lost_after_s if self._has_heard else self._first_frame_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.errors import FrameError, LocalProtocolError, RemoteProtocolError
 from wire.events import (
     Asked,
     ChunkComplete,
@@ -31,6 +31,7 @@ from wire.messages import (
     ChunkReady,
     Credit,
     Done,
+    FailCode,
     Failed,
     Open,
     Recompute,
@@ -41,10 +42,12 @@ from wire.messages import (
     pack_message,
     parse_body,
     parse_message,
+    parse_token_ids,
 )
 from wire.peer import PeerClock
 from wire.reliable import ReliableLane
 from wire.states import RECEIVER_TRANSITIONS, ReceiverState, advance
+from wire.subjects import check_inbox, check_name
 from wire.transfer import ACK, DIGEST_BYTES, ReceiveTransfer
 
 LINGER_S = 5.0
@@ -61,18 +64,25 @@ def parse_open(data: bytes) -> tuple[Open, tuple[int, ...], bytes]:
     frame = parse(data)
     if frame.type is not FrameType.OPEN:
         raise RemoteProtocolError(f"{frame.type.name} on the open subject")
-    open_, token_ids = parse_body(frame.payload, Open)
+    open_, blob = parse_body(frame.payload, Open)
     position = 0
     for chunk in open_.chunks:
         if chunk.token_start != position or chunk.token_stop <= position or len(chunk.key) != 32:
             raise RemoteProtocolError(f"chunk at token {chunk.token_start} follows {position}")
         position = chunk.token_stop
+    # Unpacked only now, and to no more than the table says.
+    token_ids = parse_token_ids(blob, max_tokens=position)
     if position != len(token_ids) or not open_.chunks:
         raise RemoteProtocolError(f"chunks end at token {position} of {len(token_ids)}")
     if len(open_.model_digest) != 32 or len(open_.profile_digest) != 32:
         raise RemoteProtocolError("model and profile digests have 32 bytes")
-    if not open_.deadline_s > 0 or open_.max_chunk_bytes < 1:
-        raise RemoteProtocolError("deadline and largest chunk must be above 0")
+    # A deadline of 0 has passed already: a second worker is asked after the first one died.
+    if open_.deadline_s < 0 or open_.max_chunk_bytes < 1:
+        raise RemoteProtocolError("the deadline is below 0, or the largest chunk below 1")
+    try:
+        check_inbox(open_.inbox, tenant=check_name(open_.tenant, what="tenant"))
+    except LocalProtocolError as error:
+        raise RemoteProtocolError(str(error)) from None
     return open_, token_ids, frame.session
 
 
@@ -141,35 +151,22 @@ class ReceiverSession:
     def receive(self, data: bytes, *, now: float) -> None:
         """Take in one message from the agent, from either connection.
 
+        A sound frame that says what the agent must not say ends the session, with a ``Failed`` event:
+        no resending would mend it.
+
         Raises:
-            RemoteProtocolError: it is not a frame of this session, or not allowed now; the session is
-                as it was.
+            FrameError: it is no frame, or not one of this session; the session is as it was.
         """
         frame = parse(data)
         if frame.session != self.session:
-            raise RemoteProtocolError(f"frame of another session, {frame.session.hex()}")
+            raise FrameError(f"frame of another session, {frame.session.hex()}")
         back = self._peer.on_heard(now=now)
         if back is not None:
             self._events.append(back)
-        match frame.type:
-            case FrameType.SEGMENT:
-                self._on_segment(frame, now)
-            case FrameType.HAVE_QUERY:
-                self._outbox.append(
-                    Frame(
-                        type=FrameType.HAVE,
-                        session=self.session,
-                        sequence=frame.sequence,
-                        payload=pack_have(self._have()),
-                    )
-                )
-            case FrameType.HEARTBEAT:
-                self._lane.on_acked(frame.sequence)
-            case FrameType.MESSAGE:
-                for payload in self._lane.receive(frame):
-                    self._on_message(payload, now)
-            case _:
-                raise RemoteProtocolError(f"an agent does not send {frame.type.name}")
+        try:
+            self._dispatch(frame, now)
+        except RemoteProtocolError as error:
+            self._fail_protocol(error, now)
 
     def next_event(self) -> ReceiverEvent | None:
         """The next thing that happened; None when there is nothing."""
@@ -236,7 +233,7 @@ class ReceiverSession:
 
     def next_timer(self) -> float | None:
         """When ``handle_timer`` and ``frames_to_send`` have something to do without any input."""
-        times = [self._lane.next_timer()]
+        times = [self._lane.next_timer() if self._peer.is_connected else None]
         if self.is_over:
             times.append((self._over_since_s or 0.0) + LINGER_S)
         else:
@@ -255,6 +252,34 @@ class ReceiverSession:
             self._close(now)
 
     # Inside.
+
+    def _dispatch(self, frame: Frame, now: float) -> None:
+        match frame.type:
+            case FrameType.SEGMENT:
+                self._on_segment(frame, now)
+            case FrameType.HAVE_QUERY:
+                self._outbox.append(
+                    Frame(
+                        type=FrameType.HAVE,
+                        session=self.session,
+                        sequence=frame.sequence,
+                        payload=pack_have(self._have()),
+                    )
+                )
+            case FrameType.HEARTBEAT:
+                self._lane.on_acked(frame.sequence)
+            case FrameType.MESSAGE:
+                for payload in self._lane.receive(frame):
+                    self._on_message(payload, now)
+            case _:
+                raise RemoteProtocolError(f"an agent does not send {frame.type.name}")
+
+    def _fail_protocol(self, error: RemoteProtocolError, now: float) -> None:
+        if self.is_over:
+            return
+        failed = Failed(FailCode.PROTOCOL, str(error))
+        self.fail(failed, now=now)
+        self._events.append(failed)
 
     def _move(self, trigger: type, *, is_local: bool) -> None:
         self.state = advance(RECEIVER_TRANSITIONS, self.state, trigger, is_local=is_local)
@@ -400,7 +425,7 @@ class ReceiverSession:
         ]
 
     def _on_message(self, payload: bytes, now: float) -> None:
-        message, token_ids = parse_message(payload)
+        message, blob = parse_message(payload)
         if isinstance(message, WorkerMessage):
             raise RemoteProtocolError(f"an agent does not say {type(message).__name__}")
         if self.is_over:
@@ -410,7 +435,8 @@ class ReceiverSession:
         self._move(type(message), is_local=False)
         match message:
             case Ask():
-                self._events.append(Asked(message, token_ids))
+                ids = parse_token_ids(blob, max_tokens=self._open.question_tokens)
+                self._events.append(Asked(message, ids))
             case Abort():
                 self._on_abort(message)
                 self._events.append(message)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from wire.delivery import DeliveryMeter, SentMark
-from wire.errors import LocalProtocolError, PayloadTooLarge, RemoteProtocolError
+from wire.delivery import DeliveryMeter
+from wire.errors import FrameError, LocalProtocolError, PayloadTooLarge, RemoteProtocolError
 from wire.events import (
     ChunkSent,
     Delivered,
@@ -25,13 +24,17 @@ from wire.events import (
 from wire.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, Frame, FrameType, pack, parse
 from wire.have import parse_have
 from wire.messages import (
+    MAX_STRING,
     Abort,
     Accept,
     AgentMessage,
     Ask,
     Cancel,
+    ChunkBad,
     ChunkDescriptor,
+    ChunkReady,
     Credit,
+    FailCode,
     Failed,
     Open,
     Recompute,
@@ -44,7 +47,15 @@ from wire.messages import (
 from wire.peer import PeerClock
 from wire.reliable import ReliableLane
 from wire.states import SENDER_TRANSITIONS, SenderState, advance
-from wire.transfer import ACK, BITMAP_BITS, OutgoingChunk, SendTransfer, bitstream_digest
+from wire.subjects import check_name
+from wire.transfer import (
+    ACK,
+    BITMAP_BITS,
+    InFlight,
+    OutgoingChunk,
+    SendTransfer,
+    bitstream_digest,
+)
 
 SLOW_SEGMENT_BYTES = 32 * 1024
 SEGMENT_BYTES = 64 * 1024
@@ -58,14 +69,13 @@ QUERY_ACKS = 4.0
 QUERY_MAX_S = 8.0
 
 
-@dataclass(slots=True)
-class _Query:
-    sequence: int
-    order: int
-    """Segments sent before this number are answered for."""
-    due_s: float
-    """When to ask again."""
-    wait_s: float
+LOSS_SEGMENTS = 3
+"""Segments sent later and acknowledged before one counts as probably lost, so that the worker is asked at
+once. Source: RFC 9002, section 6.1.1, kPacketThreshold."""
+MAX_QUERIES = 16
+"""Unanswered queries that are remembered."""
+LINGER_S = 5.0
+"""How long a session that ended early goes on until the worker knows."""
 
 
 class SenderSession:
@@ -100,9 +110,14 @@ class SenderSession:
         self._credit_limit = 0
         self._first_time_bytes = 0
         self._order = 0
-        self._query: _Query | None = None
+        self._queries: dict[int, int] = {}
+        """Unanswered have-queries by number, and the order of sending that each answers for."""
         self._num_queries = 0
-        self._last_ack_s = now
+        self._is_query_wanted = False
+        self._query_due_s: float | None = None
+        """When to ask again; None while there is nothing to ask."""
+        self._query_wait_s = QUERY_MIN_S
+        self._over_since_s: float | None = None
         self._open_frame = Frame(
             type=FrameType.OPEN, session=session, payload=pack_body(open_, token_ids)
         )
@@ -116,6 +131,13 @@ class SenderSession:
     def is_over(self) -> bool:
         """Whether nothing can happen any more but the last acknowledgements."""
         return not SENDER_TRANSITIONS[self.state]
+
+    def is_closed(self, *, now: float) -> bool:
+        """Whether the shell may drop the session: over, and the worker knows or does not answer."""
+        if not self.is_over:
+            return False
+        since = self._over_since_s if self._over_since_s is not None else now
+        return self._lane.is_idle or now - since >= LINGER_S
 
     @property
     def wants_chunk(self) -> bool:
@@ -153,17 +175,14 @@ class SenderSession:
 
     def oldest_age_s(self, *, now: float) -> float:
         """Age of the oldest unacknowledged segment; 0 when none is in flight."""
-        times = [mark.sent_at_s for mark, _, _ in self._marks()]
-        return now - min(times) if times else 0.0
+        return now - min((entry.mark.sent_at_s for entry in self._in_flight()), default=now)
 
     def progress(self, chunk: int, part: int = 0) -> tuple[int, int] | None:
         """Bytes acknowledged and bytes sent of the live transfer of a chunk; None if there is none."""
         transfer = self._live(chunk, part)
         if transfer is None:
             return None
-        size, total = transfer.descriptor.segment_bytes, transfer.descriptor.total_bytes
-        acked = sum(min(size, total - (n - 1) * size) for n in transfer.acked if n > 0)
-        return acked, transfer.sent_bytes
+        return transfer.acked_bytes, transfer.sent_bytes
 
     # What the shell does.
 
@@ -216,10 +235,8 @@ class SenderSession:
         self._say(Abort(chunk, part, transfer.epoch, transfer.sent_bytes))
         # Its segments in flight stay known until they are acknowledged (the worker acknowledges stale
         # ones too): the link is still busy with them.
-        transfer.next_segment = transfer.count
-        transfer.payload = b""
-        transfer.lost.clear()
-        if not transfer.marks:
+        transfer.give_up()
+        if not transfer.in_flight:
             del self._transfers[transfer.key]
 
     def recompute(self, chunk: int, *, now: float) -> int:
@@ -236,49 +253,38 @@ class SenderSession:
         self._say(ask, token_ids)
 
     def cancel(self, reason: str, *, now: float) -> None:
-        """Want nothing more. Publish what ``frames_to_send`` gives, once, then drop the session."""
-        if not self.is_over:
-            if self.state is SenderState.OPENING:
-                self._move(Cancel, is_local=True)
-            else:
-                self._say(Cancel(reason))
-            self._transfers.clear()
+        """Want nothing more; harmless when it is over.
+
+        Publish what ``frames_to_send`` gives. A shell that goes on until ``is_closed`` makes sure that
+        the worker learns of it; one that does not leaves that to the worker's timeout if it is lost.
+        """
+        if self.is_over:
+            return
+        is_known = self.state is not SenderState.OPENING
+        self._move(Cancel, is_local=True)
+        if is_known:
+            self._lane.send(pack_message(Cancel(reason[:MAX_STRING])))
+        self._end(now)
 
     def receive(self, data: bytes, *, now: float) -> None:
         """Take in one message from the worker.
 
+        A sound frame that says what the worker must not say ends the session, with a ``Failed`` event:
+        no resending would mend it.
+
         Raises:
-            RemoteProtocolError: it is not a frame of this session, or not allowed now; the session is
-                as it was.
+            FrameError: it is no frame, or not one of this session; the session is as it was.
         """
         frame = parse(data)
         if frame.session != self.session:
-            raise RemoteProtocolError(f"frame of another session, {frame.session.hex()}")
+            raise FrameError(f"frame of another session, {frame.session.hex()}")
         back = self._peer.on_heard(now=now)
         if back is not None:
             self._events.append(back)
-        match frame.type:
-            case FrameType.ACCEPT:
-                accept, _ = parse_body(frame.payload, Accept)
-                self._move(Accept, is_local=False)
-                self.accept = accept
-                self._credit_limit = accept.window_bytes
-                self._events.append(accept)
-            case FrameType.REFUSE:
-                refuse, _ = parse_body(frame.payload, Refuse)
-                self._move(Refuse, is_local=False)
-                self._events.append(refuse)
-            case FrameType.ACK:
-                self._on_ack(frame, now)
-            case FrameType.HAVE:
-                self._on_have(frame, now)
-            case FrameType.HEARTBEAT:
-                self._lane.on_acked(frame.sequence)
-            case FrameType.MESSAGE:
-                for payload in self._lane.receive(frame):
-                    self._on_message(payload)
-            case _:
-                raise RemoteProtocolError(f"a worker does not send {frame.type.name}")
+        try:
+            self._dispatch(frame, now)
+        except RemoteProtocolError as error:
+            self._fail_protocol(error, now)
 
     def next_event(self) -> SenderEvent | None:
         """The next thing that happened; None when there is nothing."""
@@ -304,18 +310,21 @@ class SenderSession:
         self._peer.on_connection(is_up=is_up, now=now)
         if is_up:
             self._lane.resend_all()
-            self._last_ack_s = now
-            self._query = None
-            if self._marks_exist():
-                self._plan_query(now)
+            # Answers to earlier queries may be lost, and the data before them may not have been.
+            self._queries.clear()
+            self._query_due_s = None
+            if any(self._in_flight()):
+                self._want_query(now, wait_s=self._least_query_wait_s)
 
     def next_timer(self) -> float | None:
         """When ``handle_timer`` and ``frames_to_send`` have something to do without any input."""
         if self.state in (SenderState.OPENING, SenderState.REFUSED):
             return None
-        times = [self._lane.next_timer()]
+        times = [self._lane.next_timer() if self._peer.is_connected else None]
         if not self.is_over:
             times += [self._peer.next_timer(), self._query_time()]
+        elif self._over_since_s is not None and not self._lane.is_idle:
+            times.append(self._over_since_s + LINGER_S)
         return min((time for time in times if time is not None), default=None)
 
     def handle_timer(self, *, now: float) -> None:
@@ -327,13 +336,66 @@ class SenderSession:
             self._events.append(verdict)
         if isinstance(verdict, PeerLost):
             self._move(Failed, is_local=True)
-            self._transfers.clear()
+            self._end(now)
             return
         query_time = self._query_time()
         if query_time is not None and now >= query_time:
-            self._plan_query(now)
+            is_again = self._query_due_s is not None
+            wait_s = min(2 * self._query_wait_s, QUERY_MAX_S) if is_again else 0.0
+            self._want_query(now, wait_s=max(wait_s, self._least_query_wait_s))
 
     # Inside.
+
+    def _dispatch(self, frame: Frame, now: float) -> None:
+        match frame.type:
+            case FrameType.ACCEPT | FrameType.REFUSE if self.state is not SenderState.OPENING:
+                pass  # a second answer to a second asking
+            case FrameType.ACCEPT:
+                self._on_accept(frame)
+            case FrameType.REFUSE:
+                refuse, _ = parse_body(frame.payload, Refuse)
+                self._move(Refuse, is_local=False)
+                self._events.append(refuse)
+            case FrameType.ACK:
+                self._on_ack(frame, now)
+            case FrameType.HAVE:
+                self._on_have(frame, now)
+            case FrameType.HEARTBEAT:
+                self._lane.on_acked(frame.sequence)
+            case FrameType.MESSAGE:
+                for payload in self._lane.receive(frame):
+                    self._on_message(payload, now)
+            case _:
+                raise RemoteProtocolError(f"a worker does not send {frame.type.name}")
+
+    def _on_accept(self, frame: Frame) -> None:
+        accept, _ = parse_body(frame.payload, Accept)
+        if min(accept.window_bytes, accept.segment_bytes) < 1:
+            raise RemoteProtocolError("the worker accepts and grants nothing")
+        if any(have.chunk >= len(self._open.chunks) for have in accept.have):
+            raise RemoteProtocolError("the worker has a chunk that does not exist")
+        try:
+            check_name(accept.worker, what="worker")
+        except LocalProtocolError as error:
+            raise RemoteProtocolError(str(error)) from None
+        self._move(Accept, is_local=False)
+        self.accept = accept
+        self._credit_limit = accept.window_bytes
+        self._events.append(accept)
+
+    def _fail_protocol(self, error: RemoteProtocolError, now: float) -> None:
+        if self.is_over:
+            return
+        is_known = self.state is not SenderState.OPENING
+        self._move(Failed, is_local=True)
+        if is_known:
+            self._lane.send(pack_message(Cancel(f"protocol: {error}"[:MAX_STRING])))
+        self._end(now)
+        self._events.append(Failed(FailCode.PROTOCOL, str(error)))
+
+    def _end(self, now: float) -> None:
+        self._over_since_s = now
+        self._transfers.clear()
 
     def _move(self, trigger: type, *, is_local: bool) -> None:
         self.state = advance(SENDER_TRANSITIONS, self.state, trigger, is_local=is_local)
@@ -357,47 +419,44 @@ class SenderSession:
     def _live(self, chunk: int, part: int) -> SendTransfer | None:
         epoch = self._epochs.get((chunk, part), -1)
         transfer = self._transfers.get((chunk, part, epoch))
-        return transfer if transfer is not None and transfer.payload else None
+        return None if transfer is None or transfer.is_given_up else transfer
 
-    def _marks(self) -> Iterable[tuple[SentMark, int, bool]]:
+    def _in_flight(self) -> Iterator[InFlight]:
         for transfer in self._transfers.values():
-            yield from transfer.marks.values()
+            yield from transfer.in_flight.values()
 
-    def _marks_exist(self) -> bool:
-        return any(transfer.marks for transfer in self._transfers.values())
-
-    def _segments(self, now: float) -> Iterable[Frame]:
-        """Segments that window and credit let go, and the have-query where one is due."""
-        if self._query is not None and self._query.order < 0:
-            self._query.order = self._order
-            yield Frame(
-                type=FrameType.HAVE_QUERY, session=self.session, sequence=self._query.sequence
-            )
-        window = self.window_bytes
+    def _segments(self, now: float) -> Iterator[Frame]:
+        """Segments that window and credit let go, and the have-query where one is wanted."""
+        if self._is_query_wanted:
+            self._is_query_wanted = False
+            self._num_queries += 1
+            self._queries[self._num_queries] = self._order
+            if len(self._queries) > MAX_QUERIES:
+                del self._queries[next(iter(self._queries))]
+            yield Frame(type=FrameType.HAVE_QUERY, session=self.session, sequence=self._num_queries)
         for transfer in list(self._transfers.values()):
-            while transfer.lost or transfer.next_segment < transfer.count:
-                is_repeat = bool(transfer.lost)
-                sequence = transfer.lost[0] if is_repeat else transfer.next_segment
+            while (sequence := transfer.next_to_send) is not None:
                 payload = transfer.segment(sequence)
-                size = len(payload)
-                in_flight = self.meter.in_flight_bytes
-                new_bytes = 0 if is_repeat or sequence == 0 else size
-                if in_flight and in_flight + size > window:
+                is_repeat = bool(transfer.lost)
+                new_bytes = 0 if is_repeat or sequence == 0 else len(payload)
+                # The window moves with every segment: it takes the segment size into account.
+                in_flight, window = self.meter.in_flight_bytes, self.window_bytes
+                if in_flight and in_flight + len(payload) > window:
                     return
                 if self._first_time_bytes + new_bytes > self._credit_limit:
+                    self.meter.on_nothing_to_send()
                     return
-                if is_repeat:
-                    transfer.lost.popleft()
-                    self.num_bytes_resent += size
-                else:
-                    transfer.next_segment += 1
-                if transfer.started_at_s is None:
-                    transfer.started_at_s = now
-                mark = self.meter.on_sent(size, window_full=in_flight + 2 * size > window, now=now)
-                transfer.marks[sequence] = (mark, self._order, is_repeat)
+                mark = self.meter.on_sent(
+                    len(payload),
+                    window_full=in_flight + 2 * len(payload) > window,
+                    is_repeat=is_repeat,
+                    now=now,
+                )
+                transfer.on_sent(sequence, InFlight(sequence, mark, self._order))
                 self._order += 1
                 self._first_time_bytes += new_bytes
-                self.num_bytes_sent += size
+                self.num_bytes_sent += len(payload)
+                self.num_bytes_resent += len(payload) if is_repeat else 0
                 yield Frame(
                     type=FrameType.SEGMENT,
                     session=self.session,
@@ -414,49 +473,42 @@ class SenderSession:
             cumulative, bitmap, limit, _ = ACK.unpack(frame.payload)
         except struct.error:
             raise RemoteProtocolError(f"ack of {len(frame.payload)} bytes") from None
-        self._last_ack_s = now
-        if self._query is not None and self._query.order >= 0 and self._query.order < self._order:
-            # Progress: the query stays, its answer is still wanted, but not in a hurry.
-            self._query.due_s = max(self._query.due_s, now + self._query_wait())
+        if self.is_over:
+            return
         self._grant(limit)
         transfer = self._transfers.get((frame.chunk, frame.part, frame.epoch))
         if transfer is None:
             return
         if cumulative > transfer.count or frame.sequence >= transfer.count:
             raise RemoteProtocolError(f"ack of segment {frame.sequence} of {transfer.count}")
-        others = [n for n in transfer.marks if n < cumulative and n != frame.sequence]
-        others += [
-            cumulative + index
-            for index in range(BITMAP_BITS)
-            if bitmap >> index & 1 and cumulative + index != frame.sequence
+        arrived = [
+            entry
+            for sequence, entry in transfer.in_flight.items()
+            if sequence < cumulative
+            or sequence == frame.sequence
+            or (sequence - cumulative < BITMAP_BITS and bitmap >> (sequence - cumulative) & 1)
         ]
-        self._mark_acked(transfer, others, now, is_sample=False)
-        self._mark_acked(transfer, [frame.sequence], now, is_sample=True)
-
-    def _mark_acked(
-        self, transfer: SendTransfer, sequences: Iterable[int], now: float, *, is_sample: bool
-    ) -> None:
-        for sequence in sequences:
-            if sequence in transfer.acked or sequence >= transfer.next_segment:
-                continue
-            transfer.acked.add(sequence)
-            if sequence in transfer.lost:
-                transfer.lost.remove(sequence)
-            entry = transfer.marks.pop(sequence, None)
-            if entry is None:
-                continue
-            mark, _, was_repeat = entry
-            sample = self.meter.on_acked(mark, now=now)
-            # Karn: an acknowledgement of a repeated segment may belong to the first sending.
-            if sample is not None and is_sample and not was_repeat:
-                self._events.append(Delivered(sample))
+        transfer.on_arrived(cumulative, bitmap, frame.sequence)
+        arrived.sort(key=_order_of)
+        sample = self.meter.on_acked([entry.mark for entry in arrived], now=now)
+        if sample is not None:
+            self._events.append(Delivered(sample))
         self._retire(transfer, now)
+        if arrived:
+            self._look_for_gap(arrived[-1].order, now)
+
+    def _look_for_gap(self, newest_order: int, now: float) -> None:
+        """Ask at once when something that was sent well before has not arrived: order is kept."""
+        oldest = min(map(_order_of, self._in_flight()), default=newest_order)
+        is_asked = any(order > oldest for order in self._queries.values())
+        if newest_order - oldest > LOSS_SEGMENTS and not is_asked and not self._is_query_wanted:
+            self._want_query(now, wait_s=self._least_query_wait_s)
 
     def _retire(self, transfer: SendTransfer, now: float) -> None:
         if transfer.key not in self._transfers:
             return
-        if not transfer.payload:
-            if not transfer.marks:
+        if transfer.is_given_up:
+            if not transfer.in_flight:
                 del self._transfers[transfer.key]
         elif transfer.is_acked:
             del self._transfers[transfer.key]
@@ -473,57 +525,64 @@ class SenderSession:
 
     def _on_have(self, frame: Frame, now: float) -> None:
         have = parse_have(frame.payload)
-        query = self._query
-        if query is None or frame.sequence != query.sequence or query.order < 0:
+        order = self._queries.get(frame.sequence)
+        if order is None or self.is_over:
             return
-        self._query = None
-        self._last_ack_s = now
+        for number in [number for number in self._queries if number <= frame.sequence]:
+            del self._queries[number]
+        if not self._queries and not self._is_query_wanted:
+            self._query_due_s = None
         for transfer in list(self._transfers.values()):
             there = have.get(transfer.key)
-            asked = [n for n, (_, order, _) in transfer.marks.items() if order < query.order]
-            arrived = [n for n in asked if there is not None and there.has(n)]
-            self._mark_acked(transfer, arrived, now, is_sample=False)
-            for sequence in sorted(set(asked) - set(arrived)):
-                mark, _, _ = transfer.marks.pop(sequence)
-                self.meter.on_lost(mark)
-                if transfer.payload:
-                    transfer.lost.append(sequence)
+            # The query travelled behind these: what is not there now never will be.
+            asked = [entry for entry in transfer.in_flight.values() if entry.order < order]
+            arrived = [entry for entry in asked if there is not None and there.has(entry.sequence)]
+            arrived.sort(key=_order_of)
+            self.meter.on_found([entry.mark for entry in arrived], now=now)
+            for entry in arrived:
+                transfer.on_found(entry.sequence)
+            for entry in sorted(asked, key=_order_of):
+                if entry.sequence in transfer.in_flight:
+                    self.meter.on_lost(entry.mark)
+                    transfer.on_lost(entry.sequence)
             self._retire(transfer, now)
 
-    def _on_message(self, payload: bytes) -> None:
+    def _on_message(self, payload: bytes, now: float) -> None:
         message, _ = parse_message(payload)
         if isinstance(message, AgentMessage):
             raise RemoteProtocolError(f"a worker does not say {type(message).__name__}")
         if self.is_over:
             return
+        if isinstance(message, ChunkReady | ChunkBad) and message.chunk >= len(self._open.chunks):
+            raise RemoteProtocolError(f"chunk {message.chunk} does not exist")
         self._move(type(message), is_local=False)
         if isinstance(message, Credit):
             self._grant(message.limit_bytes)
-        if isinstance(message, Failed):
-            self._transfers.clear()
+        if not SENDER_TRANSITIONS[self.state]:
+            self._end(now)
         self._events.append(message)
 
     def _grant(self, limit_bytes: int) -> None:
         # Acks may be reordered: credit never shrinks.
         self._credit_limit = max(self._credit_limit, limit_bytes)
 
-    def _query_wait(self) -> float:
+    @property
+    def _least_query_wait_s(self) -> float:
         return max(QUERY_MIN_S, QUERY_ACKS * self.meter.ack_p50_s)
 
     def _query_time(self) -> float | None:
         if not self._peer.is_connected:
             return None
-        if self._query is not None:
-            return self._query.due_s
-        return self._last_sent_or_acked() + self._query_wait() if self._marks_exist() else None
+        if self._query_due_s is not None:
+            return self._query_due_s
+        oldest_s = min((entry.mark.sent_at_s for entry in self._in_flight()), default=None)
+        return None if oldest_s is None else oldest_s + self._least_query_wait_s
 
-    def _last_sent_or_acked(self) -> float:
-        oldest = min(mark.sent_at_s for mark, _, _ in self._marks())
-        return max(oldest, self._last_ack_s)
+    def _want_query(self, now: float, *, wait_s: float) -> None:
+        self._is_query_wanted = True
+        self._query_wait_s = wait_s
+        self._query_due_s = now + wait_s
 
-    def _plan_query(self, now: float) -> None:
-        wait_s = self._query_wait()
-        if self._query is not None:
-            wait_s = min(2 * self._query.wait_s, QUERY_MAX_S)
-        self._num_queries += 1
-        self._query = _Query(self._num_queries, order=-1, due_s=now + wait_s, wait_s=wait_s)
+
+def _order_of(entry: InFlight) -> int:
+    return entry.order

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from wire.delivery import SentMark
 from wire.errors import RemoteProtocolError
@@ -45,23 +45,38 @@ class OutgoingChunk:
     """BLAKE2b-256 of the payload where the store knows it; computed otherwise."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A segment that was sent and not answered for."""
+
+    sequence: int
+    mark: SentMark
+    order: int
+    """Counts all segments of the session in the order of sending."""
+
+
 class SendTransfer:
     """A bitstream at the sender."""
 
-    chunk: int
-    part: int
-    epoch: int
-    descriptor: ChunkDescriptor
-    payload: bytes
-    next_segment: int = 0
-    """First segment that was never sent."""
-    lost: deque[int] = field(default_factory=deque)
-    """Segments to send again."""
-    marks: dict[int, tuple[SentMark, int, bool]] = field(default_factory=dict)
-    """In flight: the meter's mark, the order of sending, and whether it was sent before."""
-    acked: set[int] = field(default_factory=set)
-    started_at_s: float | None = None
+    def __init__(
+        self, *, chunk: int, part: int, epoch: int, descriptor: ChunkDescriptor, payload: bytes
+    ) -> None:
+        self.chunk = chunk
+        self.part = part
+        self.epoch = epoch
+        self.descriptor = descriptor
+        self.count = num_segments(descriptor)
+        self.acked_bytes = 0
+        """Bytes of segments that the receiver has; the descriptor does not count."""
+        self.lost: deque[int] = deque()
+        """Segments to send again."""
+        self.in_flight: dict[int, InFlight] = {}
+        self.is_given_up = False
+        self.started_at_s: float | None = None
+        self._payload = payload
+        self._next = 0
+        self._num_acked = 0
+        self._acked = bytearray(self.count)
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -69,32 +84,84 @@ class SendTransfer:
         return self.chunk, self.part, self.epoch
 
     @property
-    def count(self) -> int:
-        """Segments in all."""
-        return num_segments(self.descriptor)
-
-    @property
     def unsent_bytes(self) -> int:
-        """Bytes that were never sent."""
-        sent = max(0, self.next_segment - 1) * self.descriptor.segment_bytes
-        return max(0, self.descriptor.total_bytes - sent)
+        """Bytes that were never sent, and will be."""
+        return 0 if self.is_given_up else self.descriptor.total_bytes - self.sent_bytes
 
     @property
     def sent_bytes(self) -> int:
         """Bytes sent at least once; the descriptor does not count."""
-        return self.descriptor.total_bytes - self.unsent_bytes
+        return self._bytes_below(self._next)
 
     @property
     def is_acked(self) -> bool:
-        """Whether every segment is acknowledged."""
-        return len(self.acked) == self.count
+        """Whether the receiver has every segment."""
+        return self._num_acked == self.count
+
+    @property
+    def next_to_send(self) -> int | None:
+        """A lost segment, else the first that was never sent; None when there is nothing."""
+        if self.is_given_up:
+            return None
+        if self.lost:
+            return self.lost[0]
+        return self._next if self._next < self.count else None
 
     def segment(self, sequence: int) -> bytes:
         """Bytes of a segment."""
         if sequence == 0:
             return pack_body(self.descriptor)
         size = self.descriptor.segment_bytes
-        return self.payload[(sequence - 1) * size : sequence * size]
+        return self._payload[(sequence - 1) * size : sequence * size]
+
+    def on_sent(self, sequence: int, entry: InFlight) -> None:
+        """Take note that ``next_to_send`` went out."""
+        if self.lost:
+            self.lost.popleft()
+        else:
+            self._next += 1
+        if self.started_at_s is None:
+            self.started_at_s = entry.mark.sent_at_s
+        self.in_flight[sequence] = entry
+
+    def on_arrived(self, cumulative: int, bitmap: int, sequence: int) -> None:
+        """Take in an acknowledgement; of segments that count as lost, too."""
+        for candidate in [*self.in_flight, *self.lost]:
+            offset = candidate - cumulative
+            if (
+                offset < 0
+                or candidate == sequence
+                or (offset < BITMAP_BITS and bitmap >> offset & 1)
+            ):
+                self.on_found(candidate)
+
+    def on_found(self, sequence: int) -> None:
+        """Take in that a segment arrived."""
+        self.in_flight.pop(sequence, None)
+        if self._acked[sequence]:
+            return
+        self._acked[sequence] = 1
+        self._num_acked += 1
+        self.acked_bytes += self._bytes_below(sequence + 1) - self._bytes_below(sequence)
+        if sequence in self.lost:
+            self.lost.remove(sequence)
+
+    def on_lost(self, sequence: int) -> None:
+        """Take in that a segment did not arrive and never will."""
+        del self.in_flight[sequence]
+        if not self.is_given_up and not self._acked[sequence]:
+            self.lost.append(sequence)
+
+    def give_up(self) -> None:
+        """Send nothing more, and let go of the payload."""
+        self.is_given_up = True
+        self.lost.clear()
+        self._payload = b""
+
+    def _bytes_below(self, sequence: int) -> int:
+        """Payload bytes of the segments before one."""
+        size = max(0, sequence - 1) * self.descriptor.segment_bytes
+        return min(size, self.descriptor.total_bytes)
 
 
 class ReceiveTransfer:
