@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class Bench:
     executors: Executors
     transports: list[NatsTransport] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
+    agents: list[Agent] = field(default_factory=list)
     metrics: MetricSet = field(default_factory=lambda: MetricSet(names.WORKER_METRICS))
 
     async def connect(self) -> Transport:
@@ -93,12 +95,21 @@ class Bench:
         return worker
 
     async def agent(self, **settings: Any) -> Agent:
-        return Agent(
+        agent = Agent(
             self.engine, self.codec, await self.connect(), await self.connect(), **settings
         )
+        self.agents.append(agent)
+        return agent
 
     async def close(self) -> None:
+        for agent in self.agents:
+            if agent.sender.accept is not None:
+                agent.cancel()
+                await agent.flush()
         for worker in self.workers:
+            # Let the cancels arrive: a worker that stops first would wait for its word to be heard.
+            with contextlib.suppress(TimeoutError):
+                await until(lambda w=worker: not w.num_sessions, within_s=2)  # type: ignore[misc]
             await worker.close()
         for transport in self.transports:
             await transport.close()
