@@ -70,7 +70,7 @@ def compare_logits(exact: F32, lossy: F32, token_ids: Sequence[int], total: Loss
     for start in range(0, len(exact), 64):  # 64 rows at a time: a vocabulary is large
         p = _log_softmax(exact[start : start + 64])
         q = _log_softmax(lossy[start : start + 64])
-        total.kl += float((np.exp(p) * (p - q)).sum())
+        total.kl += float((np.exp(p) * (p - q)).sum(dtype=np.float64))
         total.agreements += int((p.argmax(axis=1) == q.argmax(axis=1)).sum())
         total.tokens += len(p)
         targets = np.asarray(token_ids[start + 1 : start + 1 + len(p)], np.int64)
@@ -116,6 +116,8 @@ def measure_levels(
     return tuple(total.info(level) for level, total in zip(levels, sums, strict=True))
 
 
-def _log_softmax(logits: F32) -> npt.NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)), np.float64)
+def _log_softmax(logits: F32) -> F32:
+    """Float32 with sums in float64: a vocabulary's worth of float64 exponentials is most of the run."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
+    return np.asarray(shifted - np.log(total), np.float32)
