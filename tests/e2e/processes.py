@@ -33,6 +33,7 @@ class Program:
             self._command += ["--" + name.replace("_", "-"), str(value)]
         self._env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
         self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
         self.lines: list[str] = []
         self.port = 0
 
@@ -46,7 +47,9 @@ class Program:
             env=self._env,
             cwd=Path(__file__).parents[2],
         )
-        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        self.port = 0
+        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        self._reader.start()
         self._wait(lambda: self.port != 0, "announce its port")
         return self
 
@@ -60,13 +63,16 @@ class Program:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+        self._join()
 
     def stop(self) -> int:
         """Send SIGTERM and return the exit code."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         try:
-            return self._process.wait(STOP_TIMEOUT_S)
+            code = self._process.wait(STOP_TIMEOUT_S)
+            self._join()
+            return code
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise ProgramError(f"did not stop within {STOP_TIMEOUT_S} s\n{self.tail()}") from None
@@ -92,6 +98,14 @@ class Program:
                 if entry.get("event") == name:
                     found.append(entry)
         return found
+
+    def _join(self) -> None:
+        """Let the reader come to the end of the output, and close it."""
+        assert self._process is not None
+        if self._reader is not None:
+            self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,9 +57,9 @@ def test_stream_gives_the_same_text_and_the_same_report(client: Client, exact_an
     assert report["policy"] == "fixed:fp16"
     assert 0 < report["ttft_s"] <= report["last_token_s"]
     for chunk in report["chunks"]:
-        times = [chunk[name] for name in ("send_start_s", "acked_s", "ready_s")]
-        assert all(time is not None for time in times), chunk
-        assert times == sorted(times), chunk
+        # The worker may have decoded a chunk before the last acknowledgement is here.
+        assert chunk["send_start_s"] < chunk["acked_s"], chunk
+        assert chunk["send_start_s"] < chunk["ready_s"], chunk
         assert chunk["decode_start_s"] <= chunk["decode_end_s"]
     assert report["prefill_start_s"] <= report["prefill_end_s"]
 
@@ -125,8 +126,6 @@ def test_sigterm_finishes_the_running_answer_and_exits_with_0(
     stream = other.stream(QUESTION, max_tokens=MAX_TOKENS, kvtide=options("fixed:fp16"))
     next(stream)
     assert program.is_running
-    import threading
-
     codes: list[int] = []
     stopper = threading.Thread(target=lambda: codes.append(program.stop()))
     stopper.start()
