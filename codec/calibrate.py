@@ -5,13 +5,13 @@ Knows nothing of models and texts. Same arrays in the same order give the same p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from codec.cachegen import GROUP_TOKENS, NUM_LAYER_GROUPS
+from codec.cachegen import GROUP_TOKENS, NUM_LAYER_GROUPS, CachegenStatistics
 from codec.errors import CodecError
 from codec.geometry import FloatArray, Geometry
 from codec.levels import LevelInfo, LevelSet, level_name
@@ -135,8 +135,7 @@ class CachegenCalibration:
         lows: list[int] = []
         rows: list[npt.NDArray[np.uint16]] = []
         numbers = []
-        for counts in (self._anchor_counts, *self._delta_counts):
-            flat = counts.reshape(-1, WIDTH).astype(np.float64)
+        for flat in self._histograms():
             assignment, centres = cluster_rows(flat, TABLES_PER_LEVEL)
             numbers.append((assignment + len(rows)).astype(np.uint16).reshape(shape))
             for centre in centres:
@@ -171,14 +170,34 @@ class CachegenCalibration:
         )
         return Profile.from_bytes(profile.to_bytes())  # with its digest, through every check
 
-    def row_bits(self) -> tuple[float, ...]:
-        """Return the entropy per symbol of anchors, then of each level's deltas, with a table per channel."""
+    def own_table_bits(self) -> tuple[float, ...]:
+        """Return bits per symbol of anchors, then of each level's deltas, were each channel to have its own
+        table: the entropies of the histograms."""
         bits = []
-        for counts in (self._anchor_counts, *self._delta_counts):
-            flat = counts.reshape(-1, WIDTH).astype(np.float64)
+        for flat in self._histograms():
             share = flat / flat.sum(axis=1, keepdims=True)
             bits.append(float(-(flat * np.log2(np.where(share > 0, share, 1))).sum() / flat.sum()))
         return tuple(bits)
+
+    def shared_table_bits(self, profile: Profile) -> tuple[float, ...]:
+        """Return the same with the tables that the channels share in a profile, escapes' payload included."""
+        statistics = CachegenStatistics.from_profile(profile)
+        tables, levels = statistics.tables, statistics.levels
+        numbers = [levels[0].anchor_table, *(level.delta_table for level in levels)]
+        costs = np.empty((tables.num_tables, WIDTH))
+        for table in range(tables.num_tables):
+            cost = tables.bits(table)
+            costs[table] = cost[-1] + 16
+            low = int(tables.lows[table]) + HALF
+            costs[table, low : low + len(cost) - 1] = cost[:-1]
+        return tuple(
+            float((flat * costs[number.ravel()]).sum() / flat.sum())
+            for flat, number in zip(self._histograms(), numbers, strict=True)
+        )
+
+    def _histograms(self) -> Iterator[F64]:
+        for counts in (self._anchor_counts, *self._delta_counts):
+            yield counts.reshape(-1, WIDTH).astype(np.float64)
 
     def _planes(self, kv: FloatArray) -> Any:
         tokens = kv.shape[2]

@@ -239,13 +239,24 @@ def _profile(arguments: argparse.Namespace) -> None:
         profile = _build(engine, arguments)
     except EngineError as error:
         raise CodecError(str(error)) from error
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = arguments.out.with_name(arguments.out.name + ".partial")
+    size = _write(profile, arguments.out)
+    _draft_path(arguments.out).unlink(missing_ok=True)
+    print(f"{arguments.out}: {size} bytes, digest {profile.digest.hex()}")
+    _print_levels(profile.levels)
+
+
+def _draft_path(out: Path) -> Path:
+    """Where the profile lies before it is measured: usable, should the measuring be cut short."""
+    return out.with_name(out.name + ".draft")
+
+
+def _write(profile: Profile, path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
     data = profile.to_bytes()
     partial.write_bytes(data)
-    partial.replace(arguments.out)
-    print(f"{arguments.out}: {len(data)} bytes, digest {Profile.from_bytes(data).digest.hex()}")
-    _print_levels(profile.levels)
+    partial.replace(path)
+    return len(data)
 
 
 def _build(engine: TorchEngine, arguments: argparse.Namespace) -> Profile:
@@ -284,15 +295,20 @@ def _build(engine: TorchEngine, arguments: argparse.Namespace) -> Profile:
             calibration.add_scales(np.load(path, mmap_mode="r"))
         for path in tqdm(chunks, desc="distributions", unit="chunk"):
             calibration.add_counts(np.load(path, mmap_mode="r"))
-    notes = {
+    notes: dict[str, Any] = {
         "model": arguments.model,
         "texts": [_text_note(text, ids) for text, ids in calibration_ids],
         "held_out": [_text_note(text, ids) for text, ids in held_out_ids],
-        "entropy_with_a_table_per_channel": [round(bits, 4) for bits in calibration.row_bits()],
         "python": sys.version.split()[0],
     }
     digest = engine.identity.model_digest
     draft = calibration.build(model_digest=digest, notes=notes)
+    notes["bits_per_symbol_own_tables"] = [round(b, 4) for b in calibration.own_table_bits()]
+    notes["bits_per_symbol_shared_tables"] = [
+        round(b, 4) for b in calibration.shared_table_bits(draft)
+    ]
+    draft = Profile.from_bytes(replace(draft, notes=notes).to_bytes())
+    _write(draft, _draft_path(arguments.out))
     codec = Codec(geometry, model_digest=digest, profiles=[draft], num_threads=arguments.threads)
     steps = len(held_out_ids) * len(codec.levels())
     with tqdm(total=steps, desc="measuring", unit="level") as bar:

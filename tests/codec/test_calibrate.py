@@ -103,6 +103,18 @@ def test_layers_fall_into_three_groups_with_growing_bins() -> None:
     assert list(CachegenCalibration(Geometry(2, 1, 1)).layer_group) == [0, 1]
 
 
+def test_shared_tables_cost_little_and_never_less_than_own_ones() -> None:
+    calibration = CachegenCalibration(GEOMETRY)
+    for add in (calibration.add_scales, calibration.add_counts):
+        for seed in range(100, 104):
+            add(make_kv(400, seed=seed))
+    profile = calibration.build(model_digest=bytes(32), notes={})
+    own, shared = calibration.own_table_bits(), calibration.shared_table_bits(profile)
+    assert len(own) == len(shared) == 7
+    for a, b in zip(own, shared, strict=True):
+        assert a <= b <= 1.25 * a  # few symbols per channel: own histograms are over-fitted
+
+
 def test_too_few_tokens_are_refused() -> None:
     with pytest.raises(CodecError, match="at least 20 tokens"):
         CachegenCalibration(GEOMETRY).add_scales(make_kv(19, seed=0))
