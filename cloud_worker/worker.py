@@ -270,6 +270,9 @@ class Worker:
                 )
             await self._reply(incoming, session.accept_frame())
             await session.run()
+        except TransportError as error:
+            # No subscription, no session: the agent's request times out, and it asks again.
+            log.warning(Event.BROKER_ERROR, session_id=name, reason=str(error))
         finally:
             self._sessions.pop(session_id, None)
             release()

@@ -22,6 +22,7 @@ from wire import (
     ChunkReady,
     Done,
     Failed,
+    FrameError,
     Lane,
     Open,
     OutgoingChunk,
@@ -33,7 +34,7 @@ from wire import (
     open_subject,
     reply_subject,
 )
-from wire.aio import Message, Transport
+from wire.aio import Message, Transport, TransportError
 
 TENANT = "clinic"
 CONTEXT = tuple(int(i) for i in np.random.default_rng(7).integers(3, 256, 90))
@@ -103,7 +104,7 @@ class Agent:
             reply_subject(self.control.inbox, self.session_id), self._on_frame
         )
         reply = await self.control.request(
-            open_subject(TENANT), self.sender.open_frame(), timeout_s=5.0
+            open_subject(TENANT), self.sender.open_frame(), timeout_s=1.0
         )
         self.sender.receive(reply, now=time.monotonic())
         answer = self.sender.next_event()
@@ -162,12 +163,21 @@ class Agent:
         assert self.sender.accept is not None
         worker = self.sender.accept.worker
         for outgoing in self.sender.frames_to_send(now=time.monotonic()):
-            if outgoing.lane is Lane.DATA:
-                subject = data_subject(TENANT, worker, self.session_id)
-                await self.data.publish(subject, outgoing.data)
-            else:
-                subject = control_subject(TENANT, worker, self.session_id)
-                await self.control.publish(subject, outgoing.data)
+            is_data = outgoing.lane is Lane.DATA
+            subject_of = data_subject if is_data else control_subject
+            transport = self.data if is_data else self.control
+            with contextlib.suppress(TransportError):  # lost; the session sends it again
+                await transport.publish(subject_of(TENANT, worker, self.session_id), outgoing.data)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether both connections are up."""
+        return self.data.is_connected and self.control.is_connected
+
+    def on_connection(self, *, is_up: bool) -> None:
+        """Take in that a connection went down, or that both are up again."""
+        self.sender.on_connection(is_up=is_up, now=time.monotonic())
+        self._wake.set()
 
     def tokens(self) -> tuple[int, ...]:
         """The answer so far."""
@@ -182,7 +192,8 @@ class Agent:
         return [e for e in self.events if isinstance(e, ChunkBad)]
 
     def _on_frame(self, message: Message) -> None:
-        self.sender.receive(message.data, now=time.monotonic())
+        with contextlib.suppress(FrameError):  # damaged on its way
+            self.sender.receive(message.data, now=time.monotonic())
         self._wake.set()
 
 
