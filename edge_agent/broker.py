@@ -137,9 +137,16 @@ class Broker:
             with contextlib.suppress(NotConnected):
                 await transport.publish(subject, data)
 
+    @property
+    def failure(self) -> str:
+        """Why the broker is out of reach, or denied something; empty while all is well."""
+        pair = self._connections
+        failed = None if pair is None else pair.data.failure or pair.control.failure
+        return str(failed) if failed is not None else self._failure
+
     def _checked(self) -> Connections:
         if self._connections is None or not self.is_connected:
-            why = f": {self._failure}" if self._failure else ""
+            why = f": {self.failure}" if self.failure else ""
             raise NoWorker(f"the broker at {self._address} cannot be reached{why}")
         return self._connections
 

@@ -18,6 +18,7 @@ from planner import (
     ChunkOptions,
     ChunkProgress,
     Decision,
+    Reason,
     Stage,
     TransferState,
     WorkerProgress,
@@ -62,11 +63,27 @@ class Plan:
     arrived_at: float
     """Monotonic. Unit: seconds."""
     _options: dict[int, ChunkOptions] = field(default_factory=dict)
+    _damaged: set[int] = field(default_factory=set)
 
     def drop_level(self, chunk: int, level: str) -> None:
         """Take a choice away: its file is corrupt, or the worker cannot decode it."""
         self.chunks[chunk].sizes.pop(level, None)
         self._options.pop(chunk, None)
+        self._damaged.add(chunk)
+
+    def fall_back(self, chunk: int) -> Decision | None:
+        """Choose text for a chunk whose level was lost to damage; None where none was lost."""
+        if chunk not in self._damaged:
+            return None
+        text = self.options(self.chunks[chunk]).text
+        assert text is not None
+        return Decision(
+            chunk_index=chunk,
+            choice=text,
+            reason=Reason.ONLY_CHOICE,
+            expected_ttft_s=math.inf,
+            meets_deadline=False,
+        )
 
     def learned(self) -> None:
         """Recompute all choices: the cost model has been corrected."""

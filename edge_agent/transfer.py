@@ -365,7 +365,11 @@ class SessionLoop:
                 self._has_new_samples = False
                 return self._policy.reconsider(state, self._estimator, now)
         except LevelUnavailable as error:
-            raise BadRequest(f"policy {self._request.policy!r}: {error}") from error
+            # A level that was asked for and is damaged is replaced by the text, which is exact.
+            fallback = self._plan.fall_back(error.chunk_index)
+            if fallback is None:
+                raise BadRequest(f"policy {self._request.policy!r}: {error}") from error
+            return fallback
         return None
 
     def _carry_out(self, decision: Decision, now: float) -> None:

@@ -221,13 +221,16 @@ class Uplink:
             try:
                 reply = await self._broker.request(subject, session.open_frame(), timeout_s=left_s)
                 session.receive(reply, now=self._clock())
+            # A denied permission looks like silence, but for what the broker says on the side.
             except NoResponders as error:
                 raise NoWorker(
-                    f"no worker serves tenant {self._config.tenant!r} at this broker"
+                    self._broker.failure
+                    or f"no worker serves tenant {self._config.tenant!r} at this broker"
                 ) from error
             except RequestTimeout as error:
                 raise NoWorker(
-                    f"no worker answered within {self._config.claim_timeout_s:g} s"
+                    self._broker.failure
+                    or f"no worker answered within {self._config.claim_timeout_s:g} s"
                 ) from error
             except TransportError as error:
                 raise NoWorker(f"the broker cannot be reached: {error}") from error
