@@ -237,7 +237,9 @@ class MemoryTransport:
         except TimeoutError:
             raise RequestTimeout(subject, timeout_s) from None
         finally:
-            self._broker._routes.remove(route)
+            # A transport that was closed meanwhile has taken its routes with it.
+            if route in self._broker._routes:
+                self._broker._routes.remove(route)
 
     async def subscribe(
         self, subject: str, on_message: OnMessage, *, queue: str = ""
