@@ -28,7 +28,7 @@ class PeerClock:
         self._first_frame_s = min(first_frame_s, lost_after_s)
         self._has_heard = False
         self._last_heard_s = now
-        self._last_spoke_s = now
+        self._heartbeat_at_s = now + HEARTBEAT_S
         self._is_silent = False
 
     def on_heard(self, *, now: float) -> PeerBack | None:
@@ -40,27 +40,31 @@ class PeerClock:
 
     def on_spoke(self, *, now: float) -> None:
         """Take in that this end sent something."""
-        self._last_spoke_s = now
+        self._heartbeat_at_s = now + HEARTBEAT_S
+
+    def speak_up(self, *, now: float) -> None:
+        """Make the next heartbeat due now."""
+        self._heartbeat_at_s = now
 
     def on_connection(self, *, is_up: bool, now: float) -> None:
         """Take in that the transport went down or came back."""
         self.is_connected = is_up
         if is_up:
             self._last_heard_s = now
-            self._last_spoke_s = now - HEARTBEAT_S
+            self._heartbeat_at_s = now
 
     def is_heartbeat_due(self, *, now: float) -> bool:
         """Whether this end has been quiet for too long."""
-        return self.is_connected and now - self._last_spoke_s >= HEARTBEAT_S
+        return self.is_connected and now >= self._heartbeat_at_s
 
     def check(self, *, now: float) -> PeerSilent | PeerLost | None:
         """Return what the peer's silence has come to, once per change."""
         if not self.is_connected:
             return None
-        silent_s = now - self._last_heard_s
-        if silent_s >= self._limit_s:
-            return PeerLost(silent_s=silent_s)
-        if silent_s >= SILENT_AFTER_S and not self._is_silent:
+        # The same sums as in next_timer: a difference may round to less than the timer was set to.
+        if now >= self._last_heard_s + self._limit_s:
+            return PeerLost(silent_s=now - self._last_heard_s)
+        if now >= self._last_heard_s + SILENT_AFTER_S and not self._is_silent:
             self._is_silent = True
             return PeerSilent(since_s=self._last_heard_s)
         return None
@@ -70,7 +74,7 @@ class PeerClock:
         if not self.is_connected:
             return None
         silence_s = self._limit_s if self._is_silent else min(SILENT_AFTER_S, self._limit_s)
-        return min(self._last_spoke_s + HEARTBEAT_S, self._last_heard_s + silence_s)
+        return min(self._heartbeat_at_s, self._last_heard_s + silence_s)
 
     @property
     def _limit_s(self) -> float:

@@ -50,8 +50,6 @@ from wire.states import RECEIVER_TRANSITIONS, ReceiverState, advance
 from wire.subjects import check_inbox, check_name
 from wire.transfer import ACK, DIGEST_BYTES, ReceiveTransfer
 
-LINGER_S = 5.0
-"""How long a finished session waits for the agent to acknowledge its last messages."""
 MAX_PART = 15
 
 
@@ -124,7 +122,7 @@ class ReceiverSession:
         """Whole bitstreams that the shell has and did not give back."""
         self._held_bytes = 0
         self._freed_bytes = 0
-        self._over_since_s: float | None = None
+        self._is_abandoned = False
 
     @property
     def held_bytes(self) -> int:
@@ -137,11 +135,12 @@ class ReceiverSession:
         return not RECEIVER_TRANSITIONS[self.state]
 
     def is_closed(self, *, now: float) -> bool:
-        """Whether the shell may drop the session: over, and the agent knows or is gone."""
-        if not self.is_over:
-            return False
-        since = self._over_since_s if self._over_since_s is not None else now
-        return self._lane.is_idle or now - since >= LINGER_S
+        """Whether the shell may drop the session: over, and the agent has all of it or is gone.
+
+        What was said last, the answer most of all, is worth as long an outage as anything before it.
+        """
+        is_of_no_use = self._is_abandoned or self.state is ReceiverState.CANCELLED
+        return self.is_over and (is_of_no_use or self._lane.is_idle)
 
     def accept_frame(self) -> bytes:
         """The reply to the opening."""
@@ -163,6 +162,7 @@ class ReceiverSession:
         back = self._peer.on_heard(now=now)
         if back is not None:
             self._events.append(back)
+            self._lane.resend_all()
         try:
             self._dispatch(frame, now)
         except RemoteProtocolError as error:
@@ -178,7 +178,8 @@ class ReceiverSession:
             return []
         frames, self._outbox = self._outbox, []
         frames += self._lane.frames_to_send(now=now)
-        if not frames and self._peer.is_heartbeat_due(now=now) and not self.is_over:
+        is_closed = self.is_closed(now=now)
+        if not frames and self._peer.is_heartbeat_due(now=now) and not is_closed:
             frames.append(self._lane.heartbeat())
         if frames:
             self._peer.on_spoke(now=now)
@@ -233,21 +234,20 @@ class ReceiverSession:
 
     def next_timer(self) -> float | None:
         """When ``handle_timer`` and ``frames_to_send`` have something to do without any input."""
-        times = [self._lane.next_timer() if self._peer.is_connected else None]
-        if self.is_over:
-            times.append((self._over_since_s or 0.0) + LINGER_S)
-        else:
-            times.append(self._peer.next_timer())
+        if not self._peer.is_connected or self._is_abandoned:
+            return None
+        times = [self._lane.next_timer(), self._peer.next_timer()]
         return min((time for time in times if time is not None), default=None)
 
     def handle_timer(self, *, now: float) -> None:
         """Look at the silence of the peer."""
-        if self.is_over:
-            return
         verdict = self._peer.check(now=now)
-        if verdict is not None:
-            self._events.append(verdict)
         if isinstance(verdict, PeerLost):
+            self._is_abandoned = True
+        if verdict is None or self.is_over:
+            return
+        self._events.append(verdict)
+        if self._is_abandoned:
             self._move(Failed, is_local=True)
             self._close(now)
 
@@ -292,7 +292,6 @@ class ReceiverSession:
         self._lane.send(payload)
 
     def _close(self, now: float) -> None:
-        self._over_since_s = now
         self._transfers.clear()
         self._held_bytes = sum(self._taken_bytes.values())
 

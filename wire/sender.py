@@ -137,7 +137,7 @@ class SenderSession:
         if not self.is_over:
             return False
         since = self._over_since_s if self._over_since_s is not None else now
-        return self._lane.is_idle or now - since >= LINGER_S
+        return self._lane.is_idle or now >= since + LINGER_S
 
     @property
     def wants_chunk(self) -> bool:
@@ -281,6 +281,7 @@ class SenderSession:
         back = self._peer.on_heard(now=now)
         if back is not None:
             self._events.append(back)
+            self._catch_up(now)
         try:
             self._dispatch(frame, now)
         except RemoteProtocolError as error:
@@ -309,12 +310,10 @@ class SenderSession:
         """Take in that the transport went down or came back; then the worker is asked what it has."""
         self._peer.on_connection(is_up=is_up, now=now)
         if is_up:
-            self._lane.resend_all()
-            # Answers to earlier queries may be lost, and the data before them may not have been.
+            # Data behind an earlier query may have been delivered by the old connection, and before it
+            # lost: only a new query can tell.
             self._queries.clear()
-            self._query_due_s = None
-            if any(self._in_flight()):
-                self._want_query(now, wait_s=self._least_query_wait_s)
+            self._catch_up(now)
 
     def next_timer(self) -> float | None:
         """When ``handle_timer`` and ``frames_to_send`` have something to do without any input."""
@@ -351,7 +350,7 @@ class SenderSession:
             case FrameType.ACCEPT | FrameType.REFUSE if self.state is not SenderState.OPENING:
                 pass  # a second answer to a second asking
             case FrameType.ACCEPT:
-                self._on_accept(frame)
+                self._on_accept(frame, now)
             case FrameType.REFUSE:
                 refuse, _ = parse_body(frame.payload, Refuse)
                 self._move(Refuse, is_local=False)
@@ -368,7 +367,7 @@ class SenderSession:
             case _:
                 raise RemoteProtocolError(f"a worker does not send {frame.type.name}")
 
-    def _on_accept(self, frame: Frame) -> None:
+    def _on_accept(self, frame: Frame, now: float) -> None:
         accept, _ = parse_body(frame.payload, Accept)
         if min(accept.window_bytes, accept.segment_bytes) < 1:
             raise RemoteProtocolError("the worker accepts and grants nothing")
@@ -381,6 +380,8 @@ class SenderSession:
         self._move(Accept, is_local=False)
         self.accept = accept
         self._credit_limit = accept.window_bytes
+        # The worker keeps a session for a short time only before it hears of it again.
+        self._peer.speak_up(now=now)
         self._events.append(accept)
 
     def _fail_protocol(self, error: RemoteProtocolError, now: float) -> None:
@@ -392,6 +393,13 @@ class SenderSession:
             self._lane.send(pack_message(Cancel(f"protocol: {error}"[:MAX_STRING])))
         self._end(now)
         self._events.append(Failed(FailCode.PROTOCOL, str(error)))
+
+    def _catch_up(self, now: float) -> None:
+        """Find out what was lost, and say again what may have been."""
+        self._lane.resend_all()
+        self._query_due_s = None
+        if any(True for _ in self._in_flight()):
+            self._want_query(now, wait_s=self._least_query_wait_s)
 
     def _end(self, now: float) -> None:
         self._over_since_s = now
