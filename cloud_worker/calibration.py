@@ -24,6 +24,8 @@ from engine import KvCache, TorchEngine
 
 REPEATS = 2
 """Each measurement is made this often and the fastest one counts: noise only ever adds time."""
+MAX_DRIFT = 1.7
+"""Kept measurements are made anew when a short step now takes this many times as long, or as short."""
 SHORT_STEP_TOKENS = 8
 """Tokens of a short step, which is mostly the reading of the weights."""
 MAX_STEP_TOKENS = 128
@@ -54,10 +56,30 @@ def calibrate(
         return SpeedModel()
     path = cache_dir / "calibration" / f"{_machine_key(engine, codec, step_tokens)}.json"
     samples = _read(path) if mode == "cached" else None
-    if samples is None:
+    if samples is None or not _still_holds(engine, samples):
         samples = measure(engine, codec, step_tokens=step_tokens)
         _write(path, samples)
     return SpeedModel(*samples)
+
+
+def _still_holds(engine: TorchEngine, samples: Samples) -> bool:
+    """Whether the fastest short step of today is about as long as the kept one.
+
+    A machine that was crowded when it was measured, or is now limited to fewer cores, has the same
+    name and the same processor; this costs some tens of milliseconds.
+    """
+    kept = min(samples[0], key=lambda sample: sample.num_tokens)
+    cache = engine.new_cache(kept.num_tokens)
+    ids = (0,) * kept.num_tokens
+    engine.fill(cache, ids, 0)  # the first call pays for what torch sets up lazily
+    now = min(_timed_fill(engine, cache, ids, 0) for _ in range(REPEATS))
+    return 1 / MAX_DRIFT < now / kept.seconds < MAX_DRIFT
+
+
+def _timed_fill(engine: TorchEngine, cache: KvCache, ids: tuple[int, ...], start: int) -> float:
+    started = time.perf_counter()
+    engine.fill(cache, ids, start)
+    return time.perf_counter() - started
 
 
 def measure(engine: TorchEngine, codec: Codec, *, step_tokens: int) -> Samples:
@@ -73,9 +95,8 @@ def measure(engine: TorchEngine, codec: Codec, *, step_tokens: int) -> Samples:
     steps = ((0, SHORT_STEP_TOKENS), (0, num_tokens), (far, num_tokens))
     # Interleaved, so that a neighbour's burst does not fall on one kind of step only.
     for start, size in steps * REPEATS:
-        started = time.perf_counter()
-        engine.fill(cache, ids[:size], start)
-        prefill.append(PrefillSample(start, size, time.perf_counter() - started))
+        seconds = _timed_fill(engine, cache, ids[:size], start)
+        prefill.append(PrefillSample(start, size, seconds))
     fastest = tuple(
         min((s for s in prefill if (s.token_start, s.num_tokens) == step), key=lambda s: s.seconds)
         for step in steps

@@ -107,16 +107,19 @@ class _Program:
                 await self._worker.start()
                 log.info(Event.READY, worker=self._worker_id, levels=_level_names(codec))
                 await self._stop.wait()
-                await self._drain(self._worker)
-                for transport in transports:
-                    if transport.failure is not None:
-                        raise BrokerUnavailable(str(transport.failure)) from transport.failure
+                failures = [t.failure for t in transports if t.failure is not None]
+                # Without a broker no session can be finished.
+                await self._drain(
+                    self._worker, timeout_s=0.0 if failures else config.drain_timeout_s
+                )
+                if failures:
+                    raise BrokerUnavailable(str(failures[0])) from failures[0]
         finally:
             executors.close()
 
-    async def _drain(self, worker: Worker) -> None:
+    async def _drain(self, worker: Worker, *, timeout_s: float) -> None:
         log.info(Event.DRAINING, sessions=worker.num_sessions)
-        draining = asyncio.create_task(worker.drain(timeout_s=self._config.drain_timeout_s))
+        draining = asyncio.create_task(worker.drain(timeout_s=timeout_s))
         aborting = asyncio.create_task(self._abort.wait())
         await asyncio.wait({draining, aborting}, return_when=asyncio.FIRST_COMPLETED)
         aborting.cancel()

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+import pytest
 
 from cloud_worker.calibration import calibrate, measure
 from codec import Codec
@@ -17,13 +20,27 @@ def test_prefill_and_every_level_set_are_measured(engine: TorchEngine, codec: Co
 
 
 def test_measurements_are_kept_and_used_again(
-    engine: TorchEngine, codec: Codec, tmp_path: Path
+    engine: TorchEngine, codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cloud_worker.calibration.MAX_DRIFT", 1e9)
     first = calibrate(engine, codec, step_tokens=64, mode="cached", cache_dir=tmp_path)
     (kept,) = (tmp_path / "calibration").iterdir()
     again = calibrate(engine, codec, step_tokens=64, mode="cached", cache_dir=tmp_path)
     assert again.prefill == first.prefill
     assert list((tmp_path / "calibration").iterdir()) == [kept]
+
+
+def test_measurements_of_a_machine_that_was_slower_are_made_anew(
+    engine: TorchEngine, codec: Codec, tmp_path: Path
+) -> None:
+    calibrate(engine, codec, step_tokens=64, mode="cached", cache_dir=tmp_path)
+    (kept,) = (tmp_path / "calibration").iterdir()
+    record = json.loads(kept.read_text())
+    for sample in record["prefill"]:
+        sample["seconds"] = 100.0
+    kept.write_text(json.dumps(record))
+    model = calibrate(engine, codec, step_tokens=64, mode="cached", cache_dir=tmp_path)
+    assert model.prefill_seconds(0, 64) < 50.0
 
 
 def test_another_step_size_is_measured_on_its_own(
