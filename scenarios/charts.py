@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FONT_PX = 12
-CHAR_PX = 6.9
-"""Width of one character of the plots' font at `FONT_PX`, on the wide side, so that texts keep apart."""
+CHAR_PX = 8.3
+"""Width of one character of the plots' font at `FONT_PX`, on the wide side, so that texts keep apart: DejaVu Sans Bold."""
 
 
 def text_px(text: str) -> float:

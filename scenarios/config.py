@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from planner import UnknownPolicy, make_policy
 from scenarios import strict
 from scenarios.errors import FileFormatError, ScenarioConfigError
 from scenarios.importers import UNITS_BYTES_PER_S, CsvColumns, TraceFormat, load_trace
@@ -272,23 +273,6 @@ class Scenario:
                 return place
         raise FileFormatError(name, None, "there is no such file")
 
-    def wanted_levels(self) -> tuple[str, ...]:
-        """Return the levels that the policies of this scenario need, as the agent names them."""
-        if self.levels:
-            return self.levels
-        wanted: list[str] = []
-        for policy in self.policies:
-            rule, _, level = request_policy(policy).partition(":")
-            if rule == "fixed":
-                wanted.append(level)
-            elif rule == "cachegen":
-                wanted.append("cachegen:*")
-            elif rule == "kvtide":
-                wanted += ["int8", "cachegen:*", "klt:*"]
-        stars = {name for name in wanted if name.endswith(":*")}
-        kept = [w for w in wanted if w in stars or w.partition(":")[0] + ":*" not in stars]
-        return tuple(dict.fromkeys(kept)) or ("cachegen:*",)
-
 
 def request_policy(policy: str) -> str:
     """Return a policy as the agent takes it: a plain level is short for `fixed:<level>`."""
@@ -366,7 +350,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("cost.decode_bytes_per_s", 1, 1e15),
     ("cost.overhead_s", 0, 60),
 )
-_POLICY = re.compile(r"text|fp16|int8|cachegen|kvtide|oracle|fixed:[a-z0-9]+(:[0-9]+)?")
 
 
 def _check(scenario: Scenario) -> None:
@@ -416,10 +399,9 @@ def check_policies(policies: tuple[str, ...], source: Path | str) -> None:
     if not policies:
         raise ScenarioConfigError(source, "policies", "there must be at least one")
     for policy in policies:
-        if not _POLICY.fullmatch(policy):
-            known = "text, fp16, int8, fixed:<level>, cachegen, kvtide"
-            raise ScenarioConfigError(
-                source, "policies", f"unknown policy {policy!r}; known are {known}"
-            )
+        try:
+            make_policy(policy)
+        except UnknownPolicy as error:
+            raise ScenarioConfigError(source, "policies", str(error)) from error
         if policies.count(policy) > 1:
             raise ScenarioConfigError(source, "policies", f"{policy!r} is there twice")

@@ -177,6 +177,13 @@ SHIPPED: tuple[ShippedTrace, ...] = (
         ),
     ),
     ShippedTrace(
+        "constant.txt",
+        "16 Mbit/s, 10 s",
+        lambda: as_time_rate(
+            steps(((10, 16.0),), step_s=1.0), step_s=1.0, title="constant: seconds, Mbit/s"
+        ),
+    ),
+    ShippedTrace(
         "lte-slow.up",
         "LTE-like uplink in Mahimahi's format, 1-3 Mbit/s, 60 s, seed 17",
         lambda: as_mahimahi(

@@ -31,6 +31,7 @@ class PolicyFigures:
     choices: tuple[tuple[str, int], ...]
     """Chunks per choice, the most frequent first."""
     num_evaluated: int
+    """Answers that were compared with the exact one."""
     exact_answers: int
     """Evaluated answers that are the exact one, token by token."""
     kl_mean: float | None
@@ -68,10 +69,10 @@ def figures_of(policy: str, requests: Sequence[RequestRecord]) -> PolicyFigures:
         slo_violations=sum(not request.is_slo_met for request in requests),
         bytes_mean=mean(request.bytes_sent for request in answered),
         choices=tuple(sorted(choices.items(), key=lambda item: (-item[1], item[0]))),
-        num_evaluated=len(evaluations),
-        exact_answers=sum(evaluation.greedy_match for evaluation in evaluations),
-        kl_mean=mean(evaluation.kl for evaluation in evaluations),
-        top1_mean=mean(evaluation.top1 for evaluation in evaluations),
+        num_evaluated=sum(e.greedy_match is not None for e in evaluations),
+        exact_answers=sum(e.greedy_match is True for e in evaluations),
+        kl_mean=mean(e.kl for e in evaluations),
+        top1_mean=mean(e.top1 for e in evaluations if e.top1 is not None),
     )
 
 

@@ -26,6 +26,7 @@ import aiohttp
 from scenarios import client, machine
 from scenarios.config import Kind, Scenario, request_policy
 from scenarios.errors import ReplayError
+from scenarios.levels import wanted_levels
 from scenarios.link import LinkConfig
 from scenarios.programs import Commands, Program, end, has_ended, running, wait_ready
 from scenarios.proxy import RECORD_STEP_S, Direction, LinkProxy
@@ -127,6 +128,8 @@ class Stage:
                 | {
                     "worker_id": name,
                     "slo_s": self.scenario.slo_s,
+                    # The speeds of this run, not of an earlier one on a busier machine.
+                    "calibrate": "measure",
                     # A trace may be silent for longer than an agent may be.
                     "session_idle_timeout_s": 30.0 + self._longest_outage_s(),
                 },
@@ -151,7 +154,7 @@ class Stage:
         self.stack.push_async_callback(proxy.stop)
         settings = self._common(proxy.port) | {
             "store_dir": self.folder / f"store-{index}",
-            "levels": list(scenario.wanted_levels()),
+            "levels": list(wanted_levels(scenario)),
             "deadline_s": scenario.slo_s,
             "request_timeout_s": scenario.timeout_s,
         }

@@ -227,10 +227,12 @@ def _choice_name(choice: str) -> str:
 
 
 def _answers(report: RunReport) -> str:
+    if report.mode != "real":
+        return ""
     parts = []
     for request in chosen_requests(report):
         exact = request.evaluation.exact_text if request.evaluation else ""
-        same = request.evaluation is not None and request.evaluation.greedy_match
+        same = bool(request.evaluation and request.evaluation.greedy_match)
         note = " (the exact one)" if same else ""
         answer = request.answer or request.error or "no answer"
         parts.append(

@@ -47,11 +47,11 @@ class EvaluationRecord:
 
     kl: float
     """Mean KL(exact || lossy) along the exact answer. Unit: nats."""
-    top1: float
-    """Share of positions with the same likeliest token."""
-    greedy_match: bool
-    """Whether the answer is the exact one, token by token."""
-    exact_text: str
+    top1: float | None
+    """Share of positions with the same likeliest token; none in a simulation."""
+    greedy_match: bool | None
+    """Whether the answer is the exact one, token by token; none in a simulation."""
+    exact_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

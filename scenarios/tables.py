@@ -18,6 +18,7 @@ from scenarios.trace import mbps
 
 _MEGA = 1e6
 _MISSING = "-"
+_MATCH = {True: "1", False: "0", None: ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,8 @@ def csv_text(report: RunReport) -> str:
                 request.bytes_sent,
                 " ".join(chunk.choice for chunk in request.chunks),
                 "" if evaluation is None else evaluation.kl,
-                "" if evaluation is None else evaluation.top1,
-                "" if evaluation is None else int(evaluation.greedy_match),
+                "" if evaluation is None or evaluation.top1 is None else evaluation.top1,
+                "" if evaluation is None else _MATCH[evaluation.greedy_match],
                 request.error,
             )
         )
