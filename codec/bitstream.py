@@ -1,4 +1,4 @@
-"""Bitstream v1: the envelope of an encoded chunk. Byte by byte in docs/bitstream.md.
+"""Bitstream v1 and v2: the envelope of an encoded chunk. Byte by byte in docs/bitstream.md.
 
 Owns the header, the block offset table and the checksums. Knows nothing of what is inside a block.
 Invariant: `parse` returns only what it has checked; it allocates nothing in proportion to a count
@@ -30,6 +30,9 @@ __all__ = [
 
 MAGIC = b"KVTB"
 VERSION = 1
+KLT_VERSION = 2
+"""Version of level set `klt`: its blocks follow the profile's groups of layers, not the geometry's heads."""
+
 HEADER_BYTES = 128
 NO_PROFILE = bytes(32)
 """Profile digest of the level sets that need none."""
@@ -64,6 +67,16 @@ class Bitstream:
     def level(self) -> str:
         """The level's name."""
         return level_name(self.level_set, self.level_index)
+
+    @property
+    def version(self) -> int:
+        """The format's version, which the level set decides."""
+        return _version_of(self.level_set)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the payload."""
+        return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
@@ -106,8 +119,8 @@ def pack(bitstream: Bitstream) -> bytes:
     Raises:
         CodecError: the payload is 4 GiB or more, which the offset table cannot express.
     """
-    num_blocks = bitstream.grid.num_blocks
-    if len(bitstream.offsets) != num_blocks + 1:
+    num_blocks = bitstream.num_blocks
+    if bitstream.version == VERSION and num_blocks != bitstream.grid.num_blocks:
         raise AssertionError("one offset per block and one for the end")
     total = HEADER_BYTES + 4 * (num_blocks + 1) + bitstream.payload.nbytes
     if bitstream.payload.nbytes >= 2**32:
@@ -116,7 +129,7 @@ def pack(bitstream: Bitstream) -> bytes:
     geometry = bitstream.geometry
     fields = _FIELDS.pack(
         MAGIC,
-        VERSION,
+        bitstream.version,
         HEADER_BYTES,
         bitstream.level_set.wire_id,
         bitstream.level_index,
@@ -155,8 +168,8 @@ def parse(data: bytes | bytearray | memoryview) -> Bitstream:
             f"these {len(view)} bytes are not a kvtide bitstream: no {MAGIC!r} at the start"
         )
     version = int.from_bytes(view[4:6], "little")
-    if version != VERSION:
-        raise UnsupportedVersion("the bitstream", expected=VERSION, actual=version)
+    if version not in (VERSION, KLT_VERSION):
+        raise UnsupportedVersion("the bitstream", expected=KLT_VERSION, actual=version)
     if len(view) < HEADER_BYTES:
         raise CorruptBitstream(
             f"the bitstream ends after {len(view)} bytes, inside its {HEADER_BYTES}-byte header"
@@ -200,8 +213,10 @@ def parse(data: bytes | bytearray | memoryview) -> Bitstream:
         raise CorruptBitstream(f"impossible token range {token_start} to {token_stop}")
     if not 1 <= block_tokens <= MAX_CHUNK_TOKENS:
         raise CorruptBitstream(f"impossible block of {block_tokens} tokens")
+    if version != _version_of(level_set):
+        raise CorruptBitstream(f"level set {level_set.label} in a bitstream of version {version}")
     grid = BlockGrid(geometry, num_tokens, block_tokens)
-    if num_blocks != grid.num_blocks:
+    if version == VERSION and num_blocks != grid.num_blocks:
         raise CorruptBitstream(f"{num_blocks} blocks where the geometry makes {grid.num_blocks}")
     payload_start = HEADER_BYTES + 4 * (num_blocks + 1)
     if payload_start > len(view):
@@ -240,13 +255,13 @@ def inspect_bitstream(data: bytes | bytearray | memoryview) -> BitstreamInfo:
     sizes = np.diff(stream.offsets.astype(np.int64)).reshape(geometry.num_layers, 2, -1).sum(axis=2)
     total = memoryview(data).nbytes
     return BitstreamInfo(
-        version=VERSION,
+        version=stream.version,
         level=stream.level,
         geometry=geometry,
         token_start=stream.token_start,
         token_stop=stream.token_stop,
         block_tokens=stream.block_tokens,
-        num_blocks=stream.grid.num_blocks,
+        num_blocks=stream.num_blocks,
         model_digest=stream.model_digest,
         profile_digest=stream.profile_digest,
         total_bytes=total,
@@ -254,3 +269,7 @@ def inspect_bitstream(data: bytes | bytearray | memoryview) -> BitstreamInfo:
         bits_per_element=8.0 * total / (stream.num_tokens * geometry.elements_per_token),
         bytes_by_layer=tuple((int(k), int(v)) for k, v in sizes),
     )
+
+
+def _version_of(level_set: LevelSet) -> int:
+    return KLT_VERSION if level_set is LevelSet.KLT else VERSION

@@ -24,6 +24,7 @@ from codec.geometry import (
     Rotary,
     check_kv,
 )
+from codec.klt import KltTransform
 from codec.levels import BASELINE_LEVELS, LevelInfo, LevelSet, parse_level
 from codec.profile import Profile
 from codec.transform import Transform
@@ -102,7 +103,7 @@ class Codec:
             for level_set in (LevelSet.FP16, LevelSet.INT8)
         }
         for profile in self.profiles:
-            self._transforms[profile.level_set] = _transform_of(profile, num_threads)
+            self._transforms[profile.level_set] = _transform_of(profile, num_threads, rotary)
         self._profile_digests = {profile.level_set: profile.digest for profile in self.profiles}
 
     def levels(self) -> tuple[LevelInfo, ...]:
@@ -227,14 +228,16 @@ def max_encoded_bytes(geometry: Geometry, num_tokens: int, level: str) -> int:
     elif not level_set.needs_profile:
         payload = BaselineTransform.payload_bytes(geometry, level_set, num_tokens)
     else:
-        raise UnknownLevel(f"no bound is known for level {level!r}")
+        payload = KltTransform.max_payload_bytes(geometry, num_tokens)
     num_blocks = BlockGrid(geometry, num_tokens, BLOCK_TOKENS).num_blocks
     return bitstream.HEADER_BYTES + 4 * (num_blocks + 1) + payload
 
 
-def _transform_of(profile: Profile, num_threads: int) -> Transform:
+def _transform_of(profile: Profile, num_threads: int, rotary: Rotary | None) -> Transform:
     if profile.level_set is LevelSet.CACHEGEN:
         return CachegenTransform(profile, num_threads=num_threads)
+    if profile.level_set is LevelSet.KLT:
+        return KltTransform(profile, num_threads=num_threads, rotary=rotary)
     raise UnknownLevel(f"this build has no level set {profile.level_set!r} with a profile")
 
 

@@ -21,7 +21,7 @@ KERNELS = Path(__file__).resolve().parent
 PACKAGE = KERNELS.parent
 
 # -ffp-contract=off: CPU and GPU must round alike. No -march: one binary per architecture.
-COMPILE_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread")
+COMPILE_FLAGS = ("-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-pthread")
 LINK_FLAGS = ("-pthread",)
 SOURCES = (
     "portable.h",

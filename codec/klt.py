@@ -1,0 +1,366 @@
+"""Level set `klt`, ours: keys before rotation, weighted by what the model is sensitive to, transformed over
+groups of layers, one uniform step per token and group.
+
+Layer 0 is not coded: it follows from the token ids, and both sides pass it in. The first token of a context
+is an attention sink, whose errors cost most: it is coded beside the rest, in 8 bits per number. Choices and
+what decided them: docs/adr/0020 to 0024. Format: docs/bitstream.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from codec import native
+from codec.bitstream import Bitstream
+from codec.entropy import gather_blocks
+from codec.errors import CorruptBitstream, ShapeMismatch
+from codec.geometry import FloatArray, Geometry, Rotary
+from codec.klt_native import KltChunk, KltRows
+from codec.klt_plan import NEUTRAL_CLASS, NUM_CLASSES, Group, KltPlan, LevelPlan
+from codec.levels import LevelSet
+from codec.profile import Profile
+from codec.transform import EncodedBlocks, LayerZero
+
+__all__ = ["BLOCK_TOKENS", "SINK_TOKENS", "KltTransform", "token_classes", "token_features"]
+
+BLOCK_TOKENS = 128
+"""Tokens per block: four tiles of a warp. A block's lanes cost 64 bytes, 0.4 % of a block at 0.5 bits."""
+
+SINK_TOKENS = 1
+"""Tokens at the start of a context that are coded beside the transform."""
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+
+def token_features(rows: F32, num_heads: int) -> F32:
+    """Return what tells how sensitive a token is: the energy of each layer's, side's and head's numbers.
+
+    Args:
+        rows: float32 [token, row]: weighted values without their mean.
+        num_heads: KV heads.
+
+    Returns:
+        float32 [token, feature + 1]: log2 of mean squares, and a constant 1.
+    """
+    num_tokens = len(rows)
+    dim = rows.shape[1] // num_heads
+    energy = np.square(rows).reshape(num_tokens, num_heads, -1)
+    del dim
+    means = energy.mean(axis=2)
+    return np.concatenate(
+        (np.log2(means + np.float32(1e-12)), np.ones((num_tokens, 1), np.float32)), axis=1
+    )
+
+
+def token_classes(features: F32, sensitivity: F32) -> U8:
+    """Return uint8 [token]: class of the step, which is divided by 2^(class - NEUTRAL_CLASS)."""
+    wanted = np.rint(features @ sensitivity) + NEUTRAL_CLASS
+    return np.clip(wanted, 0, NUM_CLASSES - 1).astype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Where a chunk lies, with the rotary tables of its tokens and the kernels' constants."""
+
+    rows: KltRows
+    layer0_rows: F32
+    """float32 [token, 2 * channel], weighted."""
+
+
+class KltTransform:
+    """`klt` for one geometry and profile."""
+
+    level_set = LevelSet.KLT
+
+    def __init__(self, profile: Profile, *, num_threads: int, rotary: Rotary | None) -> None:
+        """Check the profile.
+
+        Raises:
+            CorruptBitstream: its arrays make no transform.
+        """
+        self.geometry = profile.geometry
+        self.num_threads = num_threads
+        self.rotary = rotary
+        self.plan = KltPlan.from_profile(profile)
+        self._inverse_weight = np.asarray(1 / self.plan.weight, np.float32)
+
+    @staticmethod
+    def max_payload_bytes(geometry: Geometry, num_tokens: int) -> int:
+        """Return a bound on the payload of any chunk of that many tokens, whatever the profile."""
+        spans = -(-num_tokens // BLOCK_TOKENS)
+        symbols = num_tokens * geometry.elements_per_token + num_tokens * geometry.num_layers
+        return (
+            _sink_bytes(geometry) + 4 * symbols + spans * geometry.num_layers * (4 * 32) + spans * 8
+        )
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the blocks of a chunk: the sink's, then one per group and span."""
+        return 1 + len(self.plan.groups) * -(-num_tokens // BLOCK_TOKENS)
+
+    # ---- encode -----------------------------------------------------------------------------------------
+
+    def encode(
+        self, kv: FloatArray, *, level_index: int, token_start: int, layer0: LayerZero
+    ) -> EncodedBlocks:
+        """Encode a checked chunk, kv [layer, 2, token, head, dim]."""
+        level = self.plan.levels[level_index]
+        num_tokens = kv.shape[2]
+        position = self._position(kv, token_start, layer0)
+        sink = _encode_sink(self._unrotated_token(kv, position)) if token_start == 0 else b""
+        symbols = np.zeros((level.num_components, num_tokens), np.int16)
+        classes = np.full((len(self.plan.groups), num_tokens), NEUTRAL_CLASS, np.uint8)
+        for index, group in enumerate(self.plan.groups):
+            first = int(level.groups[index]["first_component"])
+            count = int(level.groups[index]["num_components"])
+            coefficients, classes[index] = self._coefficients(kv, group, count, position)
+            if token_start == 0:  # the sink has its own block; here it costs next to nothing
+                coefficients[:, :SINK_TOKENS] = 0
+                classes[index, :SINK_TOKENS] = NEUTRAL_CLASS
+            native.call(
+                "kv_klt_quantize",
+                coefficients,
+                np.ascontiguousarray(classes[index]),
+                count,
+                num_tokens,
+                np.asarray([level.step]),
+                symbols[first : first + count],
+                self.num_threads,
+            )
+        return self._entropy_encode(level, symbols, classes, sink)
+
+    def _entropy_encode(
+        self,
+        level: LevelPlan,
+        symbols: npt.NDArray[np.int16],
+        classes: U8,
+        sink: bytes,
+    ) -> EncodedBlocks:
+        num_tokens = symbols.shape[1]
+        groups = level.placed(num_tokens)
+        most = int(groups["num_components"].max())
+        tokens = min(BLOCK_TOKENS, num_tokens)
+        space = 4 * 32 + 4 * tokens * (most + 1)
+        num_blocks = self.num_blocks(num_tokens) - 1
+        output = np.empty(num_blocks * space, np.uint8)  # mostly untouched pages
+        sizes = np.zeros(num_blocks, np.uint32)
+        native.call(
+            "kv_klt_encode",
+            self._chunk(groups, level, num_tokens),
+            native.Tables.of(self.plan.tables, decode=False),
+            symbols,
+            classes,
+            output,
+            space,
+            sizes,
+        )
+        ends = np.arange(1, num_blocks + 1, dtype=np.int64) * space
+        payload, offsets = gather_blocks(output, ends, sizes)
+        return EncodedBlocks(
+            BLOCK_TOKENS,
+            np.concatenate(([0], offsets.astype(np.int64) + len(sink))).astype(np.uint32),
+            np.concatenate((np.frombuffer(sink, np.uint8), payload)),
+        )
+
+    def _coefficients(
+        self, kv: FloatArray, group: Group, count: int, position: _Position
+    ) -> tuple[F32, U8]:
+        """Return float32 [component, token], and the tokens' classes."""
+        rows = self._gather(kv, group.first_layer, group.num_layers, position)
+        classes = token_classes(
+            token_features(rows, 2 * group.num_layers * self.geometry.num_kv_heads),
+            group.sensitivity,
+        )
+        if group.predictor is not None:
+            rows -= position.layer0_rows @ group.predictor
+        return np.ascontiguousarray(group.analysis[:count] @ rows.T), classes
+
+    # ---- decode -----------------------------------------------------------------------------------------
+
+    def decode(self, stream: Bitstream, *, out: FloatArray, layer0: LayerZero) -> None:
+        """Decode into `out`, [layer, 2, token, head, dim].
+
+        Raises:
+            CorruptBitstream: the blocks are not what an encoder writes.
+            ShapeMismatch: there is no layer 0, or the rotary tables are too short.
+        """
+        if layer0 is None:
+            raise ShapeMismatch("level set klt needs layer0, the KV of layer 0, to decode")
+        level = self.plan.levels[stream.level_index]
+        coefficients = self.decode_coefficients(stream)
+        position = self._position(out, stream.token_start, layer0)
+        for index, group in enumerate(self.plan.groups):
+            first = int(level.groups[index]["first_component"])
+            count = int(level.groups[index]["num_components"])
+            part = coefficients[first : first + count]
+            rows = np.matmul(part.T, group.basis[:count])
+            if group.predictor is not None:
+                rows += position.layer0_rows @ group.predictor
+            self._scatter(out, rows, group.first_layer, group.num_layers, position)
+        self._scatter(out, position.layer0_rows.copy(), 0, 1, position)
+        if stream.token_start == 0:
+            sink = stream.payload[: int(stream.offsets[1])]
+            self._place_sink(out, _decode_sink(sink.tobytes(), self.geometry), position)
+
+    def decode_coefficients(self, stream: Bitstream) -> F32:
+        """Return float32 [component, token]: all groups' coefficients.
+
+        Raises:
+            CorruptBitstream: the blocks are not what an encoder writes.
+        """
+        num_tokens = stream.num_tokens
+        if stream.block_tokens != BLOCK_TOKENS:
+            raise CorruptBitstream(
+                f"blocks of {stream.block_tokens} tokens; level set klt has {BLOCK_TOKENS}"
+            )
+        if len(stream.offsets) != self.num_blocks(num_tokens) + 1:
+            raise CorruptBitstream(
+                f"{len(stream.offsets) - 1} blocks where the profile makes {self.num_blocks(num_tokens)}"
+            )
+        sink_bytes = _sink_bytes(self.geometry) if stream.token_start == 0 else 0
+        if stream.offsets[1] != sink_bytes:
+            raise CorruptBitstream(f"the first block has {stream.offsets[1]} bytes, not {sink_bytes}")
+        level = self.plan.levels[stream.level_index]
+        coefficients = np.empty((level.num_components, num_tokens), np.float32)
+        offsets = np.ascontiguousarray(stream.offsets[1:])
+        status = np.zeros(len(offsets) - 1, np.int32)
+        native.call(
+            "kv_klt_decode",
+            self._chunk(level.placed(num_tokens), level, num_tokens),
+            native.Tables.of(self.plan.tables, decode=True),
+            np.ascontiguousarray(stream.payload),
+            offsets,
+            np.asarray([level.step]),
+            coefficients,
+            status,
+        )
+        native.check_status(status)
+        return coefficients
+
+    # ---- rows -------------------------------------------------------------------------------------------
+
+    def _chunk(
+        self, groups: npt.NDArray[np.void], level: LevelPlan, num_tokens: int
+    ) -> KltChunk:
+        return KltChunk.of(
+            groups,
+            level.components,
+            num_tokens=num_tokens,
+            block_tokens=BLOCK_TOKENS,
+            num_threads=self.num_threads,
+        )
+
+    def _position(self, kv: FloatArray, token_start: int, layer0: LayerZero) -> _Position:
+        """Return the kernels' constants for a chunk; kv gives tokens and dtype, and layer 0 if need be."""
+        geometry = self.geometry
+        num_tokens = kv.shape[2]
+        if self.rotary is None:
+            raise ShapeMismatch("level set klt needs the model's rotary tables")
+        rotary = self.rotary
+        num_tables, positions, half = rotary.cos.shape
+        if token_start + num_tokens > positions:
+            raise ShapeMismatch(
+                f"rotary tables of {positions} positions; the chunk ends at {token_start + num_tokens}"
+            )
+        if 2 * half > geometry.head_dim or len(rotary.table_of_layer) != geometry.num_layers:
+            raise ShapeMismatch("the rotary tables are not those of this geometry")
+        span = slice(token_start, token_start + num_tokens)
+        # Some models scale rotated keys; a table's first cosine is that scale. Here only the turn is undone.
+        scale = rotary.cos[:, :1, :1]
+        cosine = np.ascontiguousarray(rotary.cos[:, span] / scale, np.float32)
+        sine = np.ascontiguousarray(rotary.sin[:, span] / scale, np.float32)
+        table_of_layer = np.ascontiguousarray(rotary.table_of_layer, np.int32)
+        if table_of_layer.min() < 0 or table_of_layer.max() >= num_tables:
+            raise ShapeMismatch("a layer uses a rotary table that is not there")
+        constants = (self.plan.mean, self.plan.weight, self._inverse_weight)
+        numbers = {
+            "num_tables": num_tables,
+            "half": half,
+            "interleaved": int(rotary.interleaved),
+            "num_heads": geometry.num_kv_heads,
+            "head_dim": geometry.head_dim,
+            "num_tokens": num_tokens,
+            "num_threads": self.num_threads,
+        }
+        rows = KltRows.of(
+            (*constants, cosine, sine, table_of_layer),
+            is_half=int(kv.dtype == np.float16),
+            **numbers,
+        )
+        layer0_rows = np.empty((num_tokens, 2 * geometry.num_channels), np.float32)
+        if layer0 is None:
+            native.call("kv_klt_gather", rows, kv, 0, 1, 1, layer0_rows)
+        else:
+            shape = (2, num_tokens, geometry.num_kv_heads, geometry.head_dim)
+            if layer0.shape != shape or layer0.dtype != np.float32:
+                raise ShapeMismatch(f"layer0 is {layer0.dtype} {layer0.shape}, not float32 {shape}")
+            if not np.isfinite(layer0).all():
+                raise ShapeMismatch("layer0 holds numbers that are not finite")
+            scaled = np.array(layer0, np.float32)
+            scaled[0] *= np.float32(scale[table_of_layer[0], 0, 0])
+            plain = KltRows.of((*constants, cosine, sine, table_of_layer), is_half=0, **numbers)
+            native.call("kv_klt_gather", plain, scaled, 0, 1, 0, layer0_rows)
+        return _Position(rows, layer0_rows)
+
+    def _gather(
+        self, kv: FloatArray, first_layer: int, num_layers: int, position: _Position
+    ) -> F32:
+        rows = np.empty(
+            (kv.shape[2], num_layers * 2 * self.geometry.num_channels), np.float32
+        )
+        native.call("kv_klt_gather", position.rows, kv, first_layer, num_layers, 1, rows)
+        return rows
+
+    def _scatter(
+        self,
+        out: FloatArray,
+        rows: F32,
+        first_layer: int,
+        num_layers: int,
+        position: _Position,
+    ) -> None:
+        native.call(
+            "kv_klt_scatter",
+            position.rows,
+            np.ascontiguousarray(rows),
+            first_layer,
+            num_layers,
+            out,
+        )
+
+    # ---- the sink ---------------------------------------------------------------------------------------
+    # Position 0 is not turned, so the sink needs no rotary tables: its cached keys are the keys.
+
+    def _unrotated_token(self, kv: FloatArray, position: _Position) -> F32:
+        del position
+        return np.asarray(kv[1:, :, :SINK_TOKENS], np.float32)
+
+    def _place_sink(self, out: FloatArray, values: F32, position: _Position) -> None:
+        del position
+        out[1:, :, :SINK_TOKENS] = values.astype(out.dtype)
+
+
+def _sink_bytes(geometry: Geometry) -> int:
+    rows = (geometry.num_layers - 1) * 2 * SINK_TOKENS * geometry.num_kv_heads
+    return rows * (2 + geometry.head_dim)
+
+
+def _encode_sink(values: F32) -> bytes:
+    """Return what int8 makes of float32 [layer - 1, 2, token, head, dim]."""
+    from codec import reference
+
+    return reference.encode_int8_block(values.reshape(-1, values.shape[-1]))
+
+
+def _decode_sink(data: bytes, geometry: Geometry) -> F32:
+    from codec import reference
+
+    shape = (geometry.num_layers - 1, 2, SINK_TOKENS, geometry.num_kv_heads, geometry.head_dim)
+    num_rows = int(np.prod(shape[:-1]))
+    scales = np.frombuffer(data, "<u2", num_rows)
+    if scales.size and int(scales.max()) > 0x7BFF:
+        raise CorruptBitstream("the sink's block has a scale that no encoder writes")
+    return reference.decode_int8_block(data, num_rows, geometry.head_dim).reshape(shape)
