@@ -118,6 +118,7 @@ class SenderSession:
         """When to ask again; None while there is nothing to ask."""
         self._query_wait_s = QUERY_MIN_S
         self._over_since_s: float | None = None
+        self._is_abandoned = False
         self._open_frame = Frame(
             type=FrameType.OPEN, session=session, payload=pack_body(open_, token_ids)
         )
@@ -137,7 +138,7 @@ class SenderSession:
         if not self.is_over:
             return False
         since = self._over_since_s if self._over_since_s is not None else now
-        return self._lane.is_idle or now >= since + LINGER_S
+        return self._lane.is_idle or self._is_abandoned or now >= since + LINGER_S
 
     @property
     def wants_chunk(self) -> bool:
@@ -334,6 +335,7 @@ class SenderSession:
         if verdict is not None:
             self._events.append(verdict)
         if isinstance(verdict, PeerLost):
+            self._is_abandoned = True
             self._move(Failed, is_local=True)
             self._end(now)
             return

@@ -47,7 +47,14 @@ from wire import (
     parse_open,
     reply_subject,
 )
-from wire.aio import ConnectionChange, Message, Subscription, Transport, TransportError
+from wire.aio import (
+    ConnectionChange,
+    Message,
+    RequestTimeout,
+    Subscription,
+    Transport,
+    TransportError,
+)
 
 TENANT = "clinic"
 CHUNK_TOKENS = 10
@@ -124,6 +131,8 @@ class AgentShell:
     num_tokens: int = 8
     seed: int = 0
     claim_timeout_s: float = 2.0
+    num_claims: int = 1
+    """A claim that a dying worker swallowed is asked again, for another one to take."""
     peer_timeout_s: float = 60.0
     abort_first: bool = False
     """Give every even chunk up once while it is under way, and send it again."""
@@ -175,10 +184,7 @@ class AgentShell:
             subscription = await self.control.subscribe(
                 reply_subject(self.control.inbox, session_id), take
             )
-            reply = await self.control.request(
-                open_subject(TENANT), session.open_frame(), timeout_s=self.claim_timeout_s
-            )
-            session.receive(reply, now=loop.time())
+            session.receive(await self._claim(session), now=loop.time())
             await self._loop(session, wake)
         except asyncio.CancelledError:
             session.cancel("the client went away", now=loop.time())
@@ -191,6 +197,16 @@ class AgentShell:
                 with contextlib.suppress(TransportError):
                     await subscription.unsubscribe()
         return self.answer
+
+    async def _claim(self, session: SenderSession) -> bytes:
+        for _ in range(self.num_claims - 1):
+            with contextlib.suppress(RequestTimeout):
+                return await self.control.request(
+                    open_subject(TENANT), session.open_frame(), timeout_s=self.claim_timeout_s
+                )
+        return await self.control.request(
+            open_subject(TENANT), session.open_frame(), timeout_s=self.claim_timeout_s
+        )
 
     async def _loop(self, session: SenderSession, wake: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()

@@ -225,7 +225,12 @@ def test_a_frozen_worker_that_wakes_up_does_no_harm() -> None:
         first = WorkerShell(broker.connect(), broker.connect(), worker="w-1")
         second = WorkerShell(broker.connect(), broker.connect(), worker="w-2")
         agent = AgentShell(
-            broker.connect(), broker.connect(inbox="_INBOX.agent"), PAYLOADS, peer_timeout_s=3.0
+            broker.connect(),
+            broker.connect(inbox="_INBOX.agent"),
+            PAYLOADS,
+            peer_timeout_s=3.0,
+            claim_timeout_s=0.2,
+            num_claims=20,
         )
         await first.start()
         task = asyncio.create_task(agent.run())
@@ -235,12 +240,13 @@ def test_a_frozen_worker_that_wakes_up_does_no_harm() -> None:
         await second.start()
         with pytest.raises(SessionEndedError, match="PeerLost"):
             await task
+        # The broker still hands claims to the frozen one.
         running = asyncio.create_task(agent.run())
-        await asyncio.sleep(2.1)
+        await asyncio.sleep(0.1)
         for transport in (first.data, first.control):
             transport.thaw()  # type: ignore[attr-defined]
+        # Whichever took the claim: the one that woke up has old frames of both sessions by now.
         assert await running == ANSWER
-        assert agent.worker_ids[-1] == "w-2"
         await asyncio.sleep(GIVE_UP_S)
         assert not first.sessions
         assert not second.sessions
