@@ -12,16 +12,19 @@ import asyncio
 import functools
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cloud_worker.errors import NoMemory
-from cloud_worker.executors import Executors
+from cloud_worker.executors import BACKGROUND_S, Executors, Timed
 from engine import KvCache, Sampling, TorchEngine
 
 F32Array = NDArray[np.float32]
+T = TypeVar("T")
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -142,6 +145,9 @@ class Evaluator:
                 num_tokens=num_rows,
             )
 
+    async def _compute(self, step: Callable[[], T]) -> Timed[T]:
+        return await self._executors.compute(step, deadline_s=BACKGROUND_S)
+
     async def _exact_cache(
         self, key: bytes, token_ids: tuple[int, ...], *, capacity_tokens: int
     ) -> KvCache:
@@ -151,10 +157,10 @@ class Evaluator:
         geometry = self._engine.geometry
         element_bytes = self._engine.dtype.itemsize
         self._caches.make_room(geometry.num_bytes_per_token(element_bytes) * capacity_tokens)
-        new = (await self._executors.compute(lambda: self._engine.new_cache(capacity_tokens))).value
+        new = (await self._compute(lambda: self._engine.new_cache(capacity_tokens))).value
         for start in range(0, len(token_ids), self._step_tokens):
             ids = token_ids[start : start + self._step_tokens]
-            await self._executors.compute(functools.partial(self._engine.fill, new, ids, start))
+            await self._compute(functools.partial(self._engine.fill, new, ids, start))
         self._caches.put(key, new)
         return new
 
@@ -162,12 +168,12 @@ class Evaluator:
         self, cache: KvCache, start: int, question_ids: tuple[int, ...], max_tokens: int
     ) -> tuple[int, ...]:
         logits = (
-            await self._executors.compute(lambda: self._engine.prefill(cache, question_ids, start))
+            await self._compute(lambda: self._engine.prefill(cache, question_ids, start))
         ).value
         tokens = self._engine.generate(cache, logits, start + len(question_ids), GREEDY, max_tokens)
         answer: list[int] = []
         while True:
-            token_id = (await self._executors.compute(lambda: next(tokens, None))).value
+            token_id = (await self._compute(lambda: next(tokens, None))).value
             if token_id is None:
                 return tuple(answer)
             answer.append(token_id)
@@ -179,11 +185,9 @@ class Evaluator:
         # All rows of a long question would be a vocabulary wide each: only the last ones are kept.
         head, tail = token_ids[:-num_rows], token_ids[-num_rows:]
         if head:
-            await self._executors.compute(lambda: self._engine.fill(cache, head, start))
+            await self._compute(lambda: self._engine.fill(cache, head, start))
         return (
-            await self._executors.compute(
-                lambda: self._engine.prefill_logits(cache, tail, start + len(head))
-            )
+            await self._compute(lambda: self._engine.prefill_logits(cache, tail, start + len(head)))
         ).value
 
 

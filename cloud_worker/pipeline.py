@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,6 +27,9 @@ from engine import KvCache, Sampling, TorchEngine
 
 T = TypeVar("T")
 
+TOKEN_SLACK_S = 0.25
+"""How long a reader does not mind waiting for the next token; a first token that is due sooner goes
+before it, one that is due later waits."""
 TEXT_LEVEL = "text"
 """Name of the choice to recompute a chunk, beside the codec's levels."""
 
@@ -116,6 +120,7 @@ class SessionPipeline:
         token_ids: tuple[int, ...],
         ranges: tuple[tuple[int, int], ...],
         step_tokens: int,
+        deadline_s: float,
         emit: Callable[[PipelineEvent], None],
     ) -> None:
         """Prepare a session.
@@ -129,6 +134,7 @@ class SessionPipeline:
             token_ids: the context's tokens.
             ranges: (token_start, token_stop) of each chunk, covering the context.
             step_tokens: most tokens of one prefill step.
+            deadline_s: when the first token is due by ``time.monotonic``; orders the sessions' steps.
             emit: called with each event, on the event loop's thread.
         """
         self._engine = engine
@@ -140,6 +146,7 @@ class SessionPipeline:
         self._token_ids = token_ids
         self._ranges = ranges
         self._step_tokens = step_tokens
+        self._deadline_s = deadline_s
         self._emit = emit
         self._order = WorkOrder(ranges, step_tokens=step_tokens)
         self._arrivals: dict[int, _Arrival] = {}
@@ -344,7 +351,9 @@ class SessionPipeline:
         answer: list[int] = []
         while True:
             # One token a turn: other sessions' steps run between two tokens of this one.
-            timed = await self._executors.compute(lambda: next(tokens, None))
+            timed = await self._executors.compute(
+                lambda: next(tokens, None), deadline_s=time.monotonic() + TOKEN_SLACK_S
+            )
             if timed.value is None:
                 return answer
             self._emit(AnswerToken(len(answer), timed.value, timed.end_s))
@@ -354,7 +363,9 @@ class SessionPipeline:
         self, step: Callable[[], T], *, start: int, num_tokens: int
     ) -> Timed[T]:
         timed = await self._executors.compute(
-            step, predicted_s=self._speeds.prefill_seconds(start, num_tokens)
+            step,
+            deadline_s=self._deadline_s,
+            predicted_s=self._speeds.prefill_seconds(start, num_tokens),
         )
         self._speeds.observe_prefill(PrefillSample(start, num_tokens, timed.seconds))
         return timed

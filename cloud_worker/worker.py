@@ -308,6 +308,7 @@ class Worker:
                 token_ids=token_ids,
                 ranges=plan.ranges,
                 step_tokens=self._config.prefill_step_tokens,
+                deadline_s=accepted_s + open_.deadline_s,
                 emit=emit,
             )
 

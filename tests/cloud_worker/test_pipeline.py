@@ -45,7 +45,12 @@ def bitstreams(engine: TorchEngine, codec: Codec, level: str = "fp16") -> list[b
 
 class Session:
     def __init__(
-        self, engine: TorchEngine, codec: Codec, executors: Executors, step_tokens: int = 8
+        self,
+        engine: TorchEngine,
+        codec: Codec,
+        executors: Executors,
+        step_tokens: int = 8,
+        deadline_s: float = 0.0,
     ) -> None:
         self.events: list[PipelineEvent] = []
         self._emitted = asyncio.Event()
@@ -58,6 +63,7 @@ class Session:
             token_ids=CONTEXT,
             ranges=RANGES,
             step_tokens=step_tokens,
+            deadline_s=deadline_s,
             emit=self._emit,
         )
 
@@ -183,7 +189,7 @@ async def test_a_cancelled_session_ends_with_its_step_and_leaves_the_threads_fre
     with pytest.raises(asyncio.CancelledError):
         await running
     assert executors.pending_compute_s == 0.0
-    assert (await executors.compute(lambda: 42)).value == 42
+    assert (await executors.compute(lambda: 42, deadline_s=0.0)).value == 42
 
 
 async def test_two_sessions_take_turns_and_both_are_right(
@@ -199,6 +205,23 @@ async def test_two_sessions_take_turns_and_both_are_right(
     starts = [[e.start_s for e in s.events if isinstance(e, ChunkReady)] for s in sessions]
     assert starts[0][1] < starts[1][2]
     assert starts[1][1] < starts[0][2], "one session ran to its end before the other began"
+
+
+async def test_the_session_with_the_earlier_deadline_is_prefilled_first(
+    engine: TorchEngine, codec: Codec, executors: Executors
+) -> None:
+    late = Session(engine, codec, executors, step_tokens=2, deadline_s=2e9)
+    early = Session(engine, codec, executors, step_tokens=2, deadline_s=1e9)
+    for session in (late, early):
+        session.pipeline.question_arrived(GREEDY)
+        for chunk in range(3):
+            session.pipeline.text_ordered(chunk, 0, now=0.0)
+    await asyncio.gather(late.answer(), early.answer())
+    ends = [
+        max(e.end_s for e in session.events if isinstance(e, ChunkReady))
+        for session in (late, early)
+    ]
+    assert ends[1] < ends[0]
 
 
 async def test_timings_are_in_the_order_of_things(
