@@ -177,8 +177,8 @@ class LevelCost:
     name: str
     bits_per_element: float
     """Everything counted."""
-    kl: float
-    """Mean KL of the next-token distributions. Unit: nats."""
+    kl: float | None = None
+    """Mean KL of the next-token distributions; none: nobody measured it, so it is only used alone. Unit: nats."""
 
 
 @dataclass(frozen=True, slots=True)

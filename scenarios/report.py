@@ -103,7 +103,9 @@ def _summary(items: Sequence[PolicyFigures], report: RunReport) -> str:
     for item in items:
         row = []
         for column, cell in zip(tables.COLUMNS, tables.cells(item), strict=True):
-            classes = ["left", "wrap"] if column.is_left else []
+            classes = ["left"] if column.is_left else []
+            if column.title == "chunks by level":
+                classes.append("wrap")
             if column.title == "SLO missed" and item.slo_violations:
                 classes.append("bad")
             if column.title == "TTFT p50, s" and item.ttft_p50_s == best is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: the rooms are beside this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from scenarios.calibrate import costs_from, prediction_text, predictions
 from scenarios.config import (
     Scenario,
     catalog_names,
@@ -28,7 +29,8 @@ from scenarios.errors import ReplayError, ScenarioError
 from scenarios.progress import SilentProgress, TerminalProgress
 from scenarios.replay import replay
 from scenarios.report import html_page
-from scenarios.results import RunReport, to_json
+from scenarios.results import RunReport, load_report, to_json
+from scenarios.simulate import simulate
 from scenarios.tables import csv_text, terminal_table
 
 EXIT_FAILED = 1
@@ -57,6 +59,12 @@ def build_parser(prog: str = "scenarios/run.py") -> argparse.ArgumentParser:
     parser.add_argument("--csv", type=Path, metavar="OUT", help="write one row per request")
     parser.add_argument(
         "--simulate", action="store_true", help="compute in virtual time instead of running"
+    )
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="REPORT",
+        help="with --simulate: take the costs from this report of a real run, and compare with it",
     )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the programs' logs here")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -140,15 +148,23 @@ def _check_writable(path: Path | None) -> None:
 
 def _run(scenario: Scenario, arguments: argparse.Namespace) -> RunReport:
     if arguments.simulate:
-        from scenarios.simulate import simulate
-
-        return simulate(scenario)
+        return _simulate(scenario, arguments.like)
     progress = SilentProgress() if arguments.quiet else TerminalProgress()
     try:
         work = replay(scenario, progress=progress, keep_folder=arguments.logs)
         return asyncio.run(_ended_by_sigterm(work))
     finally:
         progress.close()
+
+
+def _simulate(scenario: Scenario, like: Path | None) -> RunReport:
+    if like is None:
+        return simulate(scenario)
+    real = load_report(like)
+    cost = costs_from(real, scenario.cost)
+    report = simulate(dataclasses.replace(scenario, cost=cost))
+    print(prediction_text(predictions(report, real)) + "\n")
+    return report
 
 
 async def _ended_by_sigterm(work: Coroutine[object, object, RunReport]) -> RunReport:

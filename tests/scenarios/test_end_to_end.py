@@ -1,0 +1,69 @@
+"""The real agent and worker on a tiny random model, over a real nats-server and the link."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scenarios.config import parse_scenario
+from scenarios.metrics import figures
+from scenarios.progress import SilentProgress
+from scenarios.replay import replay
+from scenarios.report import html_page
+from scenarios.workload import handbook, shorten
+
+pytestmark = [pytest.mark.nats, pytest.mark.e2e]
+
+
+async def test_real_programs_answer_under_every_policy_as_over_the_exact_cache(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    (tmp_path / "flat.txt").write_text("0 8\n1000 8\n", encoding="utf-8")
+    (tmp_path / "text.txt").write_text(shorten(handbook(), 400), encoding="utf-8")
+    scenario = parse_scenario(
+        f'''
+summary = "a tiny model"
+policies = ["text", "fp16", "int8"]
+slo_s = 60.0
+max_tokens = 6
+chunk_tokens = 256
+timeout_s = 200.0
+questions = ["Who answers?"]
+[[contexts]]
+name = "rules"
+parts = ["text.txt"]
+[model]
+name = "{tiny_model_dir}"
+[uplink]
+trace = "flat.txt"
+''',
+        source=tmp_path / "tiny.toml",
+    )
+    report = await replay(scenario, progress=SilentProgress(), keep_folder=tmp_path / "work")
+    (ingest,) = report.ingests
+    assert ingest.num_chunks == -(-ingest.num_tokens // 256)
+    elements = ingest.num_tokens * 4 * 2 * 2 * 16
+    by_policy = {request.policy: request for request in report.requests}
+    assert [request.error for request in report.requests] == [""] * 3
+    for policy in ("text", "fp16"):
+        evaluation = by_policy[policy].evaluation
+        assert evaluation is not None
+        assert evaluation.greedy_match
+        assert evaluation.kl < 1e-4
+        assert by_policy[policy].answer == evaluation.exact_text
+    assert by_policy["text"].bytes_sent == 0
+    assert by_policy["fp16"].bytes_sent == pytest.approx(2 * elements, rel=0.02)
+    assert by_policy["int8"].bytes_sent < 0.65 * by_policy["fp16"].bytes_sent
+    for request in report.requests:
+        assert [c.choice for c in request.chunks] == [request.policy] * ingest.num_chunks
+        assert request.ttft_s is not None
+        # Nothing is faster than the link: 8 Mbit/s are 1e6 bytes/s.
+        assert request.ttft_s > request.bytes_sent / 1e6
+        assert request.link is not None
+        carried = sum(request.link.carried_bytes_per_s) * request.link.step_s
+        assert carried > request.bytes_sent
+        if request.policy != "text":
+            assert request.delivery
+    assert all(item.num_failed == 0 for item in figures(report))
+    assert "no first token" not in html_page(report)
