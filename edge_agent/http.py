@@ -39,6 +39,9 @@ from telemetry.metrics import CONTENT_TYPE
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 """Paths that need no bearer token; they show no content."""
 
+BODY_TIMEOUT_S = 30.0
+"""Time for a request's body to arrive: 16 MiB at 5 Mbit/s. Unit: seconds."""
+
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -325,7 +328,12 @@ async def _stream_answer(
 
 async def _read_json(request: web.Request) -> object:
     try:
-        return json.loads(await request.read())
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            data = await request.read()
+    except TimeoutError as error:
+        raise BadRequest(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
+    try:
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise BadRequest("the body is not valid JSON") from error
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from codec import Codec, CodecError, Geometry, Profile, bundled_profiles
+import numpy as np
+
+from codec import Codec, CodecError, Geometry, LevelSet, Profile, Rotary, bundled_profiles
 from edge_agent.config import EdgeConfig
 from edge_agent.errors import ConfigError
 from engine import EngineError, TorchEngine, load_engine
@@ -58,11 +60,22 @@ def build_codec(engine: TorchEngine, profile_paths: tuple[str, ...], num_threads
             if profile_paths
             else bundled_profiles(model_digest)
         )
+        rotary: Rotary | None = None
+        if any(profile.level_set is LevelSet.KLT for profile in profiles):
+            # Only this level set codes keys before their rotation.
+            tables = engine.rotary_tables(geometry.context_tokens)
+            rotary = Rotary(
+                tables.cos,
+                tables.sin,
+                tables.table_of_layer.astype(np.int64),
+                tables.interleaved,
+            )
         return Codec(
             Geometry(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim),
             model_digest=model_digest,
             profiles=profiles,
             num_threads=num_threads,
+            rotary=rotary,
         )
-    except (OSError, CodecError) as error:
+    except (OSError, CodecError, EngineError) as error:
         raise ConfigError(f"profiles: {error}") from error
