@@ -266,11 +266,6 @@ def test_no_profile_is_bundled_for_an_unknown_model() -> None:
     assert bundled_profiles(bytes(32)) == []
 
 
-def test_no_bound_is_claimed_for_a_level_set_without_a_codec() -> None:
-    with pytest.raises(UnknownLevel):
-        max_encoded_bytes(GEOMETRY, 10, "klt:0")
-
-
 @pytest.mark.parametrize("axes", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (65536, 1, 1)])
 def test_impossible_geometries_are_refused(axes: tuple[int, int, int]) -> None:
     with pytest.raises(ShapeMismatch):
