@@ -140,8 +140,8 @@ def test_a_decompression_bomb_allocates_no_more_than_was_announced() -> None:
         parse_token_ids(bomb, max_tokens=1000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # What was sent, and what was announced.
-    assert peak < len(bomb) + 4 * 1000 + 16 * 1024
+    # What was sent, what was announced, and the state of an inflater.
+    assert peak < len(bomb) + 4 * 1000 + 64 * 1024
 
 
 def test_no_announcement_goes_beyond_the_protocols_limit() -> None:
