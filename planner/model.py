@@ -168,6 +168,8 @@ class Reason(enum.Enum):
     """Nothing meets the deadline; this plan ends first."""
     ABANDON_TOO_SLOW = "abandon_too_slow"
     """The chunk in flight is given up for something that comes sooner."""
+    UPGRADE = "upgrade"
+    """The chunk just begun is given up for a finer level: the link is faster than it seemed."""
     REFINE = "refine"
     """Every chunk has its base; this improves one while time is left."""
     ONLY_CHOICE = "only_choice"

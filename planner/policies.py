@@ -43,8 +43,24 @@ class Policy(Protocol):
             is nothing to begin at this moment. A text decision costs no bytes: ask again at once.
         """
 
+    def reconsider(self, state: TransferState, estimator: Estimator, now: float) -> Decision | None:
+        """Return a change of course while the sender is busy, or None.
 
-class TextPolicy:
+        To be asked when an acknowledgement came, when one is overdue, and when the worker has
+        finished a chunk. The answer is either a text decision for a missing chunk or a decision that
+        abandons a chunk in flight; never another chunk to send.
+        """
+
+
+class _Steady:
+    """A policy that never changes its mind about what it has begun."""
+
+    def reconsider(self, state: TransferState, estimator: Estimator, now: float) -> Decision | None:
+        """Return None."""
+        return None
+
+
+class TextPolicy(_Steady):
     """Recompute everything: sends nothing but the tokens."""
 
     name = "text"
@@ -58,11 +74,11 @@ class TextPolicy:
             if choice is None:
                 raise LevelUnavailable("text", chunk.options.index, _names(chunk.options))
             expected = expected_ttft_s(state, {chunk.options.index: choice}, estimator, now)
-            return _decide(state, chunk, choice, Reason.FIXED, expected, estimator, now)
+            return decide(state, chunk, choice, Reason.FIXED, expected, estimator, now)
         return None
 
 
-class FixedPolicy:
+class FixedPolicy(_Steady):
     """One level for every chunk, first to last."""
 
     def __init__(self, level: str, *, name: str | None = None) -> None:
@@ -82,11 +98,11 @@ class FixedPolicy:
             if choice is None:
                 raise LevelUnavailable(self.level, chunk.options.index, _names(chunk.options))
             expected = expected_ttft_s(state, {chunk.options.index: choice}, estimator, now)
-            return _decide(state, chunk, choice, Reason.FIXED, expected, estimator, now)
+            return decide(state, chunk, choice, Reason.FIXED, expected, estimator, now)
         return None
 
 
-class CachegenPolicy:
+class CachegenPolicy(_Steady):
     """The paper's adaptation, as published.
 
     The last throughput is the future. The first chunk goes at a medium default level. Then each chunk
@@ -119,7 +135,7 @@ class CachegenPolicy:
         else:
             choice, reason = self._best(state, missing, levels, estimator, now)
         expected = expected_ttft_s(state, {chunk.options.index: choice}, estimator, now)
-        return _decide(state, chunk, choice, reason, expected, estimator, now)
+        return decide(state, chunk, choice, reason, expected, estimator, now)
 
     def _levels(self, options: ChunkOptions) -> list[Choice]:
         """The level set's choices, best first; any KV choice where the set is absent."""
@@ -194,7 +210,7 @@ def expected_ttft_s(
     return state.elapsed_s + max(link_s + decode_s, prefill_s) + state.worker.tail_prefill_s
 
 
-def _decide(
+def decide(
     state: TransferState,
     chunk: ChunkProgress,
     choice: Choice,
@@ -203,6 +219,7 @@ def _decide(
     estimator: Estimator,
     now: float,
 ) -> Decision:
+    """Fill in a decision of a policy that plans no further than this chunk."""
     return Decision(
         chunk_index=chunk.options.index,
         choice=choice,

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.baselines import LastSample, MedianRate
+from planner.adaptive import AdaptiveConfig, AdaptivePolicy
+from planner.baselines import Ewma, HarmonicMean, LastSample, MedianRate, RobustMpc
 from planner.errors import UnknownEstimator, UnknownPolicy
+from planner.estimator import PredictiveEstimator
+from planner.mpc import MpcPolicy
 from planner.policies import CachegenPolicy, FixedPolicy, Policy, TextPolicy
 from planner.samples import Estimator
 
+FASTEST_LOSS_PER_TOKEN = 0.02
+"""`kvtide-fastest` takes no level that loses more, where there is another. Unit: KL per token, nats.
+It lets through all but the coarsest of the levels measured so far (0.002, 0.005, 0.017, 0.038)."""
 _FIXED_PREFIX = "fixed:"
 
 _POLICIES: dict[str, Callable[[], Policy]] = {
@@ -16,10 +22,19 @@ _POLICIES: dict[str, Callable[[], Policy]] = {
     "fp16": lambda: FixedPolicy("fp16", name="fp16"),
     "int8": lambda: FixedPolicy("int8", name="int8"),
     "cachegen": CachegenPolicy,
+    "robust-mpc": MpcPolicy,
+    "kvtide": AdaptivePolicy,
+    "kvtide-fastest": lambda: AdaptivePolicy(
+        AdaptiveConfig(fastest_with_loss_per_token=FASTEST_LOSS_PER_TOKEN), name="kvtide-fastest"
+    ),
 }
 _ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "last-sample": LastSample,
     "median-rate": MedianRate,
+    "ewma": Ewma,
+    "harmonic-mean": HarmonicMean,
+    "robust-mpc": RobustMpc,
+    "predictive": PredictiveEstimator,
 }
 
 

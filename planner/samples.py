@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from planner.curve import DeliveryCurve
 from planner.errors import InvalidSample
 
 
@@ -68,16 +69,25 @@ class Estimator(Protocol):
             now: seconds on the axis of the samples.
         """
 
+    def on_end(self, *, now: float) -> None:
+        """Take in that this transfer sends nothing more."""
+
     def rate_bytes_per_s(self, *, now: float) -> float | None:
         """Return the rate expected now (the median); None while nothing at all is known."""
 
-    def time_quantile_s(self, num_bytes: float, quantile: float, *, now: float) -> float:
-        """Return the time within which so many bytes arrive with probability ``quantile``.
+    def curve(self, quantile: float, *, now: float) -> DeliveryCurve | None:
+        """Return the bytes that arrive within any time with probability ``quantile``.
 
         Args:
-            num_bytes: bytes still to be delivered, those in flight included; at least 0.
-            quantile: strictly between 0 and 1.
+            quantile: strictly between 0 and 1; a higher one gives fewer bytes.
             now: seconds on the axis of the samples.
+
+        Returns:
+            The curve, counting bytes in flight as not yet arrived; None while nothing is known.
+        """
+
+    def time_quantile_s(self, num_bytes: float, quantile: float, *, now: float) -> float:
+        """Return the time within which so many bytes arrive with probability ``quantile``.
 
         Returns:
             Seconds from now; infinite while nothing at all is known.
@@ -88,3 +98,23 @@ class Estimator(Protocol):
 
         The inverse of `time_quantile_s`; 0 while nothing at all is known.
         """
+
+
+class CurveReader:
+    """Both directions of a curve, for estimators that only make curves."""
+
+    def curve(self, quantile: float, *, now: float) -> DeliveryCurve | None:
+        """Return the curve; to be given by the subclass."""
+        raise NotImplementedError
+
+    def time_quantile_s(self, num_bytes: float, quantile: float, *, now: float) -> float:
+        """Return the time within which so many bytes arrive with probability ``quantile``."""
+        if num_bytes <= 0.0:
+            return 0.0
+        curve = self.curve(quantile, now=now)
+        return math.inf if curve is None else curve.time_s(num_bytes)
+
+    def bytes_within(self, duration_s: float, quantile: float, *, now: float) -> float:
+        """Return how many bytes arrive within a time with probability ``quantile``."""
+        curve = self.curve(quantile, now=now)
+        return 0.0 if curve is None else curve.bytes_within(duration_s)
