@@ -110,7 +110,7 @@ class BitstreamInfo:
     """Everything counted."""
 
     bytes_by_layer: tuple[tuple[int, int], ...]
-    """Per layer: payload bytes of K and of V."""
+    """Per layer: payload bytes of K and of V; empty where blocks hold both, as in level set `klt`."""
 
 
 def pack(bitstream: Bitstream) -> bytes:
@@ -214,7 +214,7 @@ def parse(data: bytes | bytearray | memoryview) -> Bitstream:
     if not 1 <= block_tokens <= MAX_CHUNK_TOKENS:
         raise CorruptBitstream(f"impossible block of {block_tokens} tokens")
     if version != _version_of(level_set):
-        raise CorruptBitstream(f"level set {level_set.label} in a bitstream of version {version}")
+        raise CorruptBitstream(f"level set {level_set} in a bitstream of version {version}")
     grid = BlockGrid(geometry, num_tokens, block_tokens)
     if version == VERSION and num_blocks != grid.num_blocks:
         raise CorruptBitstream(f"{num_blocks} blocks where the geometry makes {grid.num_blocks}")
@@ -252,7 +252,12 @@ def inspect_bitstream(data: bytes | bytearray | memoryview) -> BitstreamInfo:
     """
     stream = parse(data)
     geometry = stream.geometry
-    sizes = np.diff(stream.offsets.astype(np.int64)).reshape(geometry.num_layers, 2, -1).sum(axis=2)
+    sizes = np.diff(stream.offsets.astype(np.int64))
+    by_layer: tuple[tuple[int, int], ...] = ()
+    if stream.version == VERSION:
+        by_layer = tuple(
+            (int(k), int(v)) for k, v in sizes.reshape(geometry.num_layers, 2, -1).sum(axis=2)
+        )
     total = memoryview(data).nbytes
     return BitstreamInfo(
         version=stream.version,
@@ -267,7 +272,7 @@ def inspect_bitstream(data: bytes | bytearray | memoryview) -> BitstreamInfo:
         total_bytes=total,
         overhead_bytes=total - stream.payload.nbytes,
         bits_per_element=8.0 * total / (stream.num_tokens * geometry.elements_per_token),
-        bytes_by_layer=tuple((int(k), int(v)) for k, v in sizes),
+        bytes_by_layer=by_layer,
     )
 
 

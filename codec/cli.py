@@ -186,6 +186,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
     print(f"  model      {info.model_digest.hex()}")
     print(f"  profile    {info.profile_digest.hex()}")
     elements = (info.token_stop - info.token_start) * geometry.num_channels
+    if not info.bytes_by_layer:
+        return
     sides = [8 * sum(layer[side] for layer in info.bytes_by_layer) for side in range(2)]
     for name, bits in zip(("keys", "values"), sides, strict=True):
         print(f"  {name:10} {bits / elements / geometry.num_layers:.4f} bits per element")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from codec import native
+from codec import native, reference
 from codec.bitstream import Bitstream
 from codec.entropy import gather_blocks
 from codec.errors import CorruptBitstream, ShapeMismatch
@@ -41,25 +41,20 @@ def token_features(rows: F32, num_heads: int) -> F32:
 
     Args:
         rows: float32 [token, row]: weighted values without their mean.
-        num_heads: KV heads.
+        num_heads: pieces of a row: 2 * layers * KV heads.
 
     Returns:
         float32 [token, feature + 1]: log2 of mean squares, and a constant 1.
     """
-    num_tokens = len(rows)
-    dim = rows.shape[1] // num_heads
-    energy = np.square(rows).reshape(num_tokens, num_heads, -1)
-    del dim
-    means = energy.mean(axis=2)
-    return np.concatenate(
-        (np.log2(means + np.float32(1e-12)), np.ones((num_tokens, 1), np.float32)), axis=1
-    )
+    energy = np.square(rows).reshape(len(rows), num_heads, -1).mean(axis=2)
+    constant = np.ones((len(rows), 1), np.float32)
+    return np.concatenate((np.log2(energy + np.float32(1e-12)), constant), axis=1)
 
 
 def token_classes(features: F32, sensitivity: F32) -> U8:
     """Return uint8 [token]: class of the step, which is divided by 2^(class - NEUTRAL_CLASS)."""
     wanted = np.rint(features @ sensitivity) + NEUTRAL_CLASS
-    return np.clip(wanted, 0, NUM_CLASSES - 1).astype(np.uint8)
+    return np.asarray(np.clip(wanted, 0, NUM_CLASSES - 1), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +105,8 @@ class KltTransform:
         level = self.plan.levels[level_index]
         num_tokens = kv.shape[2]
         position = self._position(kv, token_start, layer0)
-        sink = _encode_sink(self._unrotated_token(kv, position)) if token_start == 0 else b""
+        # RoPE does not turn position 0, so the sink's cached keys are its keys.
+        sink = _encode_sink(kv[1:, :, :SINK_TOKENS]) if token_start == 0 else b""
         symbols = np.zeros((level.num_components, num_tokens), np.int16)
         classes = np.full((len(self.plan.groups), num_tokens), NEUTRAL_CLASS, np.uint8)
         for index, group in enumerate(self.plan.groups):
@@ -203,7 +199,10 @@ class KltTransform:
         self._scatter(out, position.layer0_rows.copy(), 0, 1, position)
         if stream.token_start == 0:
             sink = stream.payload[: int(stream.offsets[1])]
-            self._place_sink(out, _decode_sink(sink.tobytes(), self.geometry), position)
+            values = _decode_sink(sink.tobytes(), self.geometry)
+            out[1:, :, :SINK_TOKENS] = (
+                reference.to_half(values) if out.dtype == np.float16 else values
+            )
 
     def decode_coefficients(self, stream: Bitstream) -> F32:
         """Return float32 [component, token]: all groups' coefficients.
@@ -222,7 +221,9 @@ class KltTransform:
             )
         sink_bytes = _sink_bytes(self.geometry) if stream.token_start == 0 else 0
         if stream.offsets[1] != sink_bytes:
-            raise CorruptBitstream(f"the first block has {stream.offsets[1]} bytes, not {sink_bytes}")
+            raise CorruptBitstream(
+                f"the first block has {stream.offsets[1]} bytes, not {sink_bytes}"
+            )
         level = self.plan.levels[stream.level_index]
         coefficients = np.empty((level.num_components, num_tokens), np.float32)
         offsets = np.ascontiguousarray(stream.offsets[1:])
@@ -242,9 +243,7 @@ class KltTransform:
 
     # ---- rows -------------------------------------------------------------------------------------------
 
-    def _chunk(
-        self, groups: npt.NDArray[np.void], level: LevelPlan, num_tokens: int
-    ) -> KltChunk:
+    def _chunk(self, groups: npt.NDArray[np.void], level: LevelPlan, num_tokens: int) -> KltChunk:
         return KltChunk.of(
             groups,
             level.components,
@@ -308,9 +307,7 @@ class KltTransform:
     def _gather(
         self, kv: FloatArray, first_layer: int, num_layers: int, position: _Position
     ) -> F32:
-        rows = np.empty(
-            (kv.shape[2], num_layers * 2 * self.geometry.num_channels), np.float32
-        )
+        rows = np.empty((kv.shape[2], num_layers * 2 * self.geometry.num_channels), np.float32)
         native.call("kv_klt_gather", position.rows, kv, first_layer, num_layers, 1, rows)
         return rows
 
@@ -331,36 +328,20 @@ class KltTransform:
             out,
         )
 
-    # ---- the sink ---------------------------------------------------------------------------------------
-    # Position 0 is not turned, so the sink needs no rotary tables: its cached keys are the keys.
-
-    def _unrotated_token(self, kv: FloatArray, position: _Position) -> F32:
-        del position
-        return np.asarray(kv[1:, :, :SINK_TOKENS], np.float32)
-
-    def _place_sink(self, out: FloatArray, values: F32, position: _Position) -> None:
-        del position
-        out[1:, :, :SINK_TOKENS] = values.astype(out.dtype)
-
 
 def _sink_bytes(geometry: Geometry) -> int:
     rows = (geometry.num_layers - 1) * 2 * SINK_TOKENS * geometry.num_kv_heads
     return rows * (2 + geometry.head_dim)
 
 
-def _encode_sink(values: F32) -> bytes:
-    """Return what int8 makes of float32 [layer - 1, 2, token, head, dim]."""
-    from codec import reference
-
-    return reference.encode_int8_block(values.reshape(-1, values.shape[-1]))
+def _encode_sink(values: FloatArray) -> bytes:
+    """Return what int8 makes of [layer - 1, 2, token, head, dim]."""
+    return reference.encode_int8_block(np.asarray(values, np.float32).reshape(-1, values.shape[-1]))
 
 
 def _decode_sink(data: bytes, geometry: Geometry) -> F32:
-    from codec import reference
-
     shape = (geometry.num_layers - 1, 2, SINK_TOKENS, geometry.num_kv_heads, geometry.head_dim)
     num_rows = int(np.prod(shape[:-1]))
-    scales = np.frombuffer(data, "<u2", num_rows)
-    if scales.size and int(scales.max()) > 0x7BFF:
+    if int(np.frombuffer(data, "<u2", num_rows).max(initial=0)) > 0x7BFF:
         raise CorruptBitstream("the sink's block has a scale that no encoder writes")
     return reference.decode_int8_block(data, num_rows, geometry.head_dim).reshape(shape)

@@ -165,3 +165,27 @@ KV_EXPORT int kv_klt_scatter(const kv_klt_rows* r, float* rows, int64_t first_la
     }
   });
 }
+
+// How often each table would code each value, for calibration: counts[table][256], value v at index v + 127,
+// all beyond at 255. Only tables of components are counted. Not threaded: callers split by tokens.
+KV_EXPORT int kv_klt_count(const kv_klt_chunk* chunk, const int16_t* symbols, const uint8_t* classes,
+                           int64_t* counts) {
+  for (int64_t g = 0; g < chunk->num_groups; ++g) {
+    const kv_klt_group* group = &chunk->groups[g];
+    const kv_klt_component* components = chunk->components + group->first_component;
+    const uint8_t* token_class = classes + g * chunk->num_tokens;
+    std::vector<int32_t> activity((size_t)chunk->num_tokens);
+    for (int64_t t = 0; t < chunk->num_tokens; ++t)
+      activity[t] = kv_klt_start_activity(group->start_activity, token_class[t]);
+    for (uint32_t c = 0; c < group->num_components; ++c) {
+      const int16_t* row = symbols + group->coefficients + (int64_t)c * chunk->num_tokens;
+      for (int64_t t = 0; t < chunk->num_tokens; ++t) {
+        uint32_t table = components[c].first_table + kv_klt_context(&components[c], activity[t]);
+        int32_t place = row[t] + 127;
+        counts[(int64_t)table * 256 + (place >= 0 && place < 255 ? place : 255)] += 1;
+        activity[t] = kv_klt_next_activity(activity[t], row[t]);
+      }
+    }
+  }
+  return KV_OK;
+}

@@ -1,0 +1,221 @@
+"""Level set klt: round trips, what it promises about its bytes, and hostile input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from codec import (
+    Codec,
+    CodecError,
+    CorruptBitstream,
+    ShapeMismatch,
+    UnsupportedVersion,
+    bitstream,
+    inspect_bitstream,
+    max_encoded_bytes,
+)
+from codec.klt import BLOCK_TOKENS, token_classes, token_features
+from codec.klt_plan import NUM_CLASSES
+from tests.codec.klt_builders import (
+    GEOMETRY,
+    STEPS,
+    make_codec,
+    make_plain,
+    make_profile,
+    make_rotary,
+    rotated,
+)
+
+
+def _chunk(num_tokens: int, token_start: int, *, seed: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    plain = make_plain(num_tokens, seed=seed)
+    return rotated(plain, make_rotary(), token_start), plain[0]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 31, 32, 33, BLOCK_TOKENS, BLOCK_TOKENS + 1, 300])
+@pytest.mark.parametrize("token_start", [0, 1000])
+def test_a_chunk_comes_back_closer_the_finer_the_level(num_tokens: int, token_start: int) -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(num_tokens, token_start)
+    errors, sizes = [], []
+    for level in range(len(STEPS)):
+        data = codec.encode(kv, level=f"klt:{level}", token_start=token_start, layer0=layer0)
+        chunk = codec.decode(data, layer0=layer0, dtype=np.float32)
+        assert (chunk.token_start, chunk.token_stop) == (token_start, token_start + num_tokens)
+        assert len(data) <= max_encoded_bytes(GEOMETRY, num_tokens, f"klt:{level}")
+        errors.append(float(np.abs(chunk.kv - kv).mean()))
+        sizes.append(len(data))
+    assert errors[0] < 0.05 * float(np.abs(kv).mean())
+    assert errors == sorted(errors)
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_layer_zero_is_not_in_the_bytes_and_comes_back_exact() -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(200, 64)
+    data = codec.encode(kv, level="klt:5", token_start=64, layer0=layer0)
+    decoded = codec.decode(data, layer0=layer0, dtype=np.float32).kv
+    np.testing.assert_allclose(decoded[0], kv[0], atol=1e-4)
+    assert codec.encode(kv, level="klt:5", token_start=64) == data  # taken from the cache itself
+    with pytest.raises(ShapeMismatch, match="layer0"):
+        codec.decode(data)
+
+
+def test_the_first_token_of_a_context_keeps_eight_bits_at_every_level() -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(200, 0)
+    decoded = codec.decode(
+        codec.encode(kv, level="klt:5", token_start=0, layer0=layer0),
+        layer0=layer0,
+        dtype=np.float32,
+    ).kv
+    rows = np.abs(kv[1:, :, 0]).max(axis=-1, keepdims=True)
+    assert np.all(np.abs(decoded[1:, :, 0] - kv[1:, :, 0]) <= 0.51 * rows / 127 + 1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_are_coded_before_rotation(interleaved: bool) -> None:
+    rotary = make_rotary(interleaved=interleaved)
+    codec = make_codec(rotary=rotary)
+    plain = make_plain(150, seed=9)
+    sizes = []
+    for token_start in (1, 900):  # the same keys at other places: the same symbols
+        kv = rotated(plain, rotary, token_start)
+        data = codec.encode(kv, level="klt:2", token_start=token_start, layer0=plain[0])
+        sizes.append(len(data))
+        assert (
+            float(np.abs(codec.decode(data, layer0=plain[0], dtype=np.float32).kv - kv).mean())
+            < 0.2
+        )
+    assert abs(sizes[0] - sizes[1]) <= 4
+
+
+def test_bytes_do_not_depend_on_the_number_of_threads() -> None:
+    kv, layer0 = _chunk(400, 0)
+    data = [
+        make_codec(num_threads=n).encode(kv, level="klt:1", token_start=0, layer0=layer0)
+        for n in (1, 3)
+    ]
+    assert data[0] == data[1]
+
+
+def test_half_precision_decodes_to_the_rounded_values() -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(70, 0)
+    data = codec.encode(kv.astype(np.float16), level="klt:0", token_start=0, layer0=layer0)
+    single = codec.decode(data, layer0=layer0, dtype=np.float32).kv
+    half = codec.decode(data, layer0=layer0, dtype=np.float16).kv
+    np.testing.assert_array_equal(half, single.astype(np.float16))
+
+
+def test_values_beyond_the_tables_escape() -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(64, 10)
+    kv[2, 1, 7] += 300
+    data = codec.encode(kv, level="klt:0", token_start=10, layer0=layer0)
+    decoded = codec.decode(data, layer0=layer0, dtype=np.float32).kv
+    assert float(np.abs(decoded[2, 1, 7] - kv[2, 1, 7]).max()) < 30
+
+
+def test_loud_tokens_get_finer_steps() -> None:
+    group = make_codec()._transforms[make_profile().level_set].plan.groups[0]  # type: ignore[attr-defined]
+    rng = np.random.default_rng(1)
+    rows = rng.normal(size=(40, group.num_rows)).astype(np.float32)
+    heads = 2 * group.num_layers * GEOMETRY.num_kv_heads
+    classes = token_classes(token_features(rows, heads), group.sensitivity)
+    assert classes.dtype == np.uint8
+    assert classes.max() < NUM_CLASSES
+    assert token_features(rows, heads).shape == (40, heads + 1)
+
+
+def test_version_and_inspection() -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(200, 0)
+    data = codec.encode(kv, level="klt:3", token_start=0, layer0=layer0)
+    info = inspect_bitstream(data)
+    assert (info.version, info.level, info.num_blocks) == (2, "klt:3", 3)
+    assert info.bytes_by_layer == ()
+    assert info.total_bytes == len(data)
+
+
+def test_a_klt_level_in_a_version_1_bitstream_is_refused() -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(40, 0)
+    data = bytearray(codec.encode(kv, level="klt:3", token_start=0, layer0=layer0))
+    data[4] = 3
+    with pytest.raises(UnsupportedVersion):
+        codec.decode(bytes(data), layer0=layer0)
+    data[4] = 1
+    with pytest.raises(CorruptBitstream):
+        codec.decode(bytes(data), layer0=layer0)
+
+
+def test_every_truncation_and_every_flipped_bit_is_a_codec_error() -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(9, 3)
+    data = codec.encode(kv, level="klt:5", token_start=3, layer0=layer0)
+    for length in range(len(data)):
+        with pytest.raises(CodecError):
+            codec.decode(data[:length], layer0=layer0)
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << (bit % 8)
+        with pytest.raises(CodecError):
+            codec.decode(bytes(changed), layer0=layer0)
+
+
+def test_blocks_that_no_encoder_writes_are_refused_or_decode_without_harm() -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(150, 0)
+    stream = bitstream.parse(codec.encode(kv, level="klt:2", token_start=0, layer0=layer0))
+    rng = np.random.default_rng(3)
+    refused = 0
+    for _ in range(200):
+        payload = stream.payload.copy()
+        for place in rng.integers(0, payload.size, size=3):
+            payload[place] = rng.integers(0, 256)
+        data = bitstream.pack(replace(stream, payload=payload))
+        try:
+            codec.decode(data, layer0=layer0)
+        except CorruptBitstream:
+            refused += 1
+    assert refused > 150
+
+
+def test_wrong_block_counts_and_sizes_are_refused() -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(150, 0)
+    stream = bitstream.parse(codec.encode(kv, level="klt:2", token_start=0, layer0=layer0))
+    fewer = replace(stream, offsets=np.delete(stream.offsets, 1))
+    shifted = stream.offsets.copy()
+    shifted[1] -= 2
+    for wrong in (
+        fewer,
+        replace(stream, offsets=shifted),
+        replace(stream, block_tokens=64),
+        replace(stream, token_start=1, token_stop=stream.token_stop + 1),
+    ):
+        with pytest.raises(CorruptBitstream):
+            codec.decode(bitstream.pack(wrong), layer0=layer0)
+
+
+def test_missing_or_short_rotary_tables_are_named() -> None:
+    kv, layer0 = _chunk(20, 0)
+    bare = Codec(GEOMETRY, model_digest=make_profile().model_digest, profiles=[make_profile()])
+    with pytest.raises(ShapeMismatch, match="rotary"):
+        bare.encode(kv, level="klt:0", token_start=0, layer0=layer0)
+    short = make_codec(rotary=make_rotary(positions=19))
+    with pytest.raises(ShapeMismatch, match="19 positions"):
+        short.encode(kv, level="klt:0", token_start=0, layer0=layer0)
+
+
+def test_layer0_of_another_shape_is_refused() -> None:
+    codec = make_codec()
+    kv, layer0 = _chunk(20, 0)
+    data = codec.encode(kv, level="klt:0", token_start=0, layer0=layer0)
+    for wrong in (layer0[:, :19], layer0.astype(np.float64), np.full_like(layer0, np.nan)):
+        with pytest.raises(ShapeMismatch):
+            codec.decode(data, layer0=wrong)
