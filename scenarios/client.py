@@ -189,7 +189,8 @@ def _evaluation(fields: Mapping[str, Any] | None) -> EvaluationRecord | None:
     return EvaluationRecord(
         kl=float(fields["kl"]),
         top1=float(fields["top1"]),
-        greedy_match=bool(fields["greedy_match"]),
+        # The worker reports a share of the exact answer's tokens; only all of them are a match.
+        greedy_match=float(fields["greedy_match"]) == 1.0,
         exact_text=str(fields.get("exact_text", "")),
     )
 
