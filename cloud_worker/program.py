@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -210,33 +211,39 @@ def build_codec(engine: TorchEngine, profile_paths: tuple[str, ...], num_threads
     Raises:
         ModelUnavailable: a profile cannot be read or belongs to another model.
     """
-    # Profiles hold for a model in every compute dtype; sessions compare the full identity.
-    model_digest = engine.identity.model_digest
-    geometry = engine.geometry
     try:
         profiles = (
             [Profile.load(Path(path).expanduser()) for path in profile_paths]
             if profile_paths
-            else bundled_profiles(model_digest)
+            # Profiles hold for a model in every compute dtype; sessions compare the full identity.
+            else bundled_profiles(engine.identity.model_digest)
         )
-        rotary = None
-        if any(profile.level_set is LevelSet.KLT for profile in profiles):
-            tables = engine.rotary_tables(geometry.context_tokens)
-            rotary = Rotary(
-                tables.cos,
-                tables.sin,
-                tables.table_of_layer.astype(np.int64),
-                tables.interleaved,
-            )
-        return Codec(
-            Geometry(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim),
-            model_digest=model_digest,
-            profiles=profiles,
-            num_threads=num_threads,
-            rotary=rotary,
-        )
+        return make_codec(engine, profiles, num_threads=num_threads)
     except (OSError, CodecError, EngineError) as error:
         raise ModelUnavailable(f"profiles: {error}") from error
+
+
+def make_codec(engine: TorchEngine, profiles: Sequence[Profile], *, num_threads: int) -> Codec:
+    """Build the decoder for an engine's KV cache from loaded profiles.
+
+    Raises:
+        CodecError: a profile belongs to another model.
+        EngineError: level set ``klt`` cannot be used with this model's rotary embedding.
+    """
+    geometry = engine.geometry
+    rotary = None
+    if any(profile.level_set is LevelSet.KLT for profile in profiles):
+        tables = engine.rotary_tables(geometry.context_tokens)
+        rotary = Rotary(
+            tables.cos, tables.sin, tables.table_of_layer.astype(np.int64), tables.interleaved
+        )
+    return Codec(
+        Geometry(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim),
+        model_digest=engine.identity.model_digest,
+        profiles=profiles,
+        num_threads=num_threads,
+        rotary=rotary,
+    )
 
 
 def _level_names(codec: Codec) -> list[str]:

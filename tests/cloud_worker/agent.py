@@ -94,7 +94,12 @@ class Agent:
         cache = self.engine.new_cache(len(CONTEXT))
         self.engine.fill(cache, CONTEXT, 0)
         return [
-            self.codec.encode(cache.read(start, stop), level=self.level, token_start=start)
+            self.codec.encode(
+                cache.read(start, stop),
+                level=self.level,
+                token_start=start,
+                layer0=self.engine.layer0_kv(CONTEXT[start:stop]),
+            )
             for start, stop in RANGES
         ]
 
