@@ -10,7 +10,7 @@ Source: CacheGen, arXiv:2310.07240, sections 5.1.1 (deltas to the anchor of a gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from codec import native
 from codec.bitstream import Bitstream
 from codec.entropy import gather_blocks, max_block_bytes, num_lanes
-from codec.errors import CorruptBitstream
+from codec.errors import CodecError, CorruptBitstream
 from codec.geometry import BLOCK_TOKENS, BlockGrid, FloatArray, Geometry
 from codec.levels import LevelSet
 from codec.profile import Profile
@@ -31,6 +31,10 @@ GROUP_TOKENS = 10
 """Tokens per group, the anchor included."""
 
 NUM_LAYER_GROUPS = 3
+
+WORKSPACE_BYTES = 1 << 28
+"""Most space for encoded blocks at a time: every block gets its worst case, of which it touches a fraction."""
+
 _SMALLEST_STEP, _LARGEST_STEP = 2.0**-40, 2.0**40  # keeps 1 / step and symbol * step normal floats
 
 F32 = npt.NDArray[np.float32]
@@ -46,6 +50,16 @@ class LevelStatistics:
     anchor_shift: npt.NDArray[np.int16]
     anchor_table: U16
     delta_table: U16
+
+    def layers(self, start: int, stop: int) -> LevelStatistics:
+        """Return the statistics of some consecutive layers, as views."""
+        return LevelStatistics(
+            self.anchor_step[start:stop],
+            self.delta_step[start:stop],
+            self.anchor_shift[start:stop],
+            self.anchor_table[start:stop],
+            self.delta_table[start:stop],
+        )
 
     def native(self) -> native.CachegenLevel:
         """Return the kernels' view."""
@@ -147,12 +161,31 @@ class CachegenTransform:
         """Encode a checked chunk, kv [layer, 2, token, head, dim]."""
         grid = BlockGrid(self.geometry, kv.shape[2], BLOCK_TOKENS)
         space = self.max_block_bytes(self.geometry, int(grid.span_tokens().max()))
+        per_layer = grid.num_blocks // self.geometry.num_layers
+        step = max(1, WORKSPACE_BYTES // (per_layer * space))
+        parts = [
+            self._encode_layers(kv[first : first + step], first, level_index, space)
+            for first in range(0, self.geometry.num_layers, step)
+        ]
+        sizes = np.concatenate([np.diff(offsets) for _, offsets in parts]).astype(np.int64)
+        ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
+        if ends[-1] >= 2**32:
+            raise CodecError(f"the chunk needs {ends[-1]} bytes; use shorter chunks (limit 4 GiB)")
+        payload = np.concatenate([payload for payload, _ in parts])
+        return EncodedBlocks(BLOCK_TOKENS, ends.astype(np.uint32), payload)
+
+    def _encode_layers(
+        self, kv: FloatArray, first: int, level_index: int, space: int
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
+        """Encode some consecutive layers; returns payload and offsets of their blocks."""
+        geometry = replace(self.geometry, num_layers=len(kv))
+        grid = BlockGrid(geometry, kv.shape[2], BLOCK_TOKENS)
         output = np.empty(grid.num_blocks * space, np.uint8)  # mostly untouched pages
         sizes = np.zeros(grid.num_blocks, np.uint32)
         native.call(
             "kv_cachegen_encode",
-            native.Shape.of(self.geometry, kv, block_tokens=BLOCK_TOKENS, threads=self.num_threads),
-            self.statistics.levels[level_index].native(),
+            native.Shape.of(geometry, kv, block_tokens=BLOCK_TOKENS, threads=self.num_threads),
+            self.statistics.levels[level_index].layers(first, first + len(kv)).native(),
             native.Tables.of(self.statistics.tables, decode=False),
             kv,
             output,
@@ -160,8 +193,7 @@ class CachegenTransform:
             sizes,
         )
         ends = np.arange(1, grid.num_blocks + 1, dtype=np.int64) * space
-        payload, offsets = gather_blocks(output, ends, sizes)
-        return EncodedBlocks(BLOCK_TOKENS, offsets, payload)
+        return gather_blocks(output, ends, sizes)
 
     def decode(self, stream: Bitstream, *, out: FloatArray, layer0: LayerZero) -> None:
         """Decode into `out`, [layer, 2, token, head, dim]."""

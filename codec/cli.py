@@ -4,6 +4,7 @@ room that reads the command line, prints, and loads a model."""
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from codec.bitstream import MAGIC as BITSTREAM_MAGIC, inspect_bitstream, parse
 from codec.calibrate import CachegenCalibration
 from codec.codec import Codec
 from codec.errors import CodecError
-from codec.geometry import FloatArray, Geometry, check_kv
+from codec.geometry import FloatArray, Geometry, Rotary, check_kv
+from codec.klt_builder import build_klt, plan_contexts, warnings_about
 from codec.levels import LevelInfo
 from codec.measure import measure_levels
 from codec.profile import Profile
@@ -86,6 +88,20 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", type=int, default=CALIBRATION_TOKENS, help="most tokens taken from each text"
     )
     profile.add_argument("--threads", type=int, default=2, help="CPU threads")
+    profile.add_argument(
+        "--level-set", choices=("cachegen", "klt"), default="cachegen", help="what to build"
+    )
+    profile.add_argument(
+        "--resume",
+        action="store_true",
+        help="klt: keep what an interrupted build has computed, in OUT.work, and go on there",
+    )
+    profile.add_argument(
+        "--calibration-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="klt: the model's dtype while calibrating; bfloat16 is about twice as fast",
+    )
     profile.set_defaults(run=_profile)
 
     encode = commands.add_parser("encode", help="encode a kv array (.npy) into a bitstream")
@@ -238,7 +254,8 @@ def _profile(arguments: argparse.Namespace) -> None:
 
     try:
         engine = load_engine(arguments.model, num_threads=arguments.threads)
-        profile = _build(engine, arguments)
+        build = _build_klt if arguments.level_set == "klt" else _build
+        profile = build(engine, arguments)
     except EngineError as error:
         raise CodecError(str(error)) from error
     size = _write(profile, arguments.out)
@@ -324,6 +341,73 @@ def _build(engine: TorchEngine, arguments: argparse.Namespace) -> Profile:
     return Profile.from_bytes(replace(draft, levels=measured).to_bytes())
 
 
+def _build_klt(engine: TorchEngine, arguments: argparse.Namespace) -> Profile:
+    from tqdm import tqdm
+
+    from engine import load_engine
+
+    texts = read_texts(arguments.text) if arguments.text else machine_texts(held_out=False)
+    held_out = (
+        read_texts(arguments.held_out) if arguments.held_out else machine_texts(held_out=True)
+    )
+    plans = plan_contexts(texts, engine.tokenizer.encode)
+    held_out_ids = [
+        (text, engine.tokenizer.encode(text.text)[:HELD_OUT_TOKENS]) for text in held_out
+    ]
+    held_out_ids = [(text, ids) for text, ids in held_out_ids if len(ids) > 2 * CONTINUATION_TOKENS]
+    if not plans or not held_out_ids:
+        raise CodecError("the texts are too short: 1792 tokens to calibrate, 513 to measure")
+    for warning in warnings_about(plans):
+        print(f"warning: {warning}", file=sys.stderr)
+    work = arguments.out.with_name(arguments.out.name + ".work")
+    if not arguments.resume:
+        shutil.rmtree(work, ignore_errors=True)
+    calibrated = engine
+    if arguments.calibration_dtype != "float32":
+        calibrated = load_engine(
+            arguments.model, num_threads=arguments.threads, dtype=arguments.calibration_dtype
+        )
+    geometry = Geometry(
+        engine.geometry.num_layers, engine.geometry.num_kv_heads, engine.geometry.head_dim
+    )
+    digest = engine.identity.model_digest
+    draft = build_klt(
+        _EngineModel(calibrated),
+        geometry,
+        plans,
+        work=work,
+        model_digest=digest,
+        notes={
+            "model": arguments.model,
+            "texts": [[text.name, text.digest] for text in texts],
+            "held_out": [_text_note(text, ids) for text, ids in held_out_ids],
+            "calibration_dtype": arguments.calibration_dtype,
+            "python": sys.version.split()[0],
+        },
+        track=lambda items, name: iter(tqdm(items, desc=name, unit="context")),
+    )
+    model = _EngineModel(engine)
+    codec = Codec(
+        geometry,
+        model_digest=digest,
+        profiles=[draft],
+        num_threads=arguments.threads,
+        rotary=model.rotary(CHUNK_TOKENS),
+    )
+    steps = len(held_out_ids) * len(codec.levels())
+    with tqdm(total=steps, desc="measuring", unit="level") as bar:
+        measured = measure_levels(
+            codec,
+            model,
+            [ids for _, ids in held_out_ids],
+            continuation_tokens=CONTINUATION_TOKENS,
+            on_progress=bar.update,
+        )
+    profile = Profile.from_bytes(replace(draft, levels=measured).to_bytes())
+    shutil.rmtree(work, ignore_errors=True)
+    return profile
+
+
 def _text_note(text: CalibrationText, ids: Sequence[int]) -> list[Any]:
     return [text.name, len(ids), text.digest]
 
@@ -362,3 +446,28 @@ class _EngineModel:
         cache = self._engine.new_cache(num_tokens + len(token_ids))
         cache.write(0, kv)
         return self._engine.prefill_logits(cache, token_ids, num_tokens)
+
+    def layer0_kv(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        return self._engine.layer0_kv(token_ids)
+
+    def rotary(self, num_positions: int) -> Rotary:
+        tables = self._engine.rotary_tables(num_positions)
+        return Rotary(
+            cos=tables.cos,
+            sin=tables.sin,
+            table_of_layer=np.asarray(tables.table_of_layer, np.int64),
+            interleaved=tables.interleaved,
+        )
+
+    def keys_values_gradients(
+        self, head: Sequence[int], tail: Sequence[int], *, seed: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        from engine.gradients import cache_gradient
+        from engine.rope import unrotate
+
+        kv = np.asarray(self.context_kv(head), np.float32)
+        gradient = cache_gradient(self._engine, kv, tail, seed=seed)
+        tables = self._engine.rotary_tables(len(head))
+        for array in (kv, gradient):  # the turn is orthogonal: gradients turn like keys
+            array[:, 0] = unrotate(np.ascontiguousarray(array[:, 0]), tables, token_start=0)
+        return kv, gradient

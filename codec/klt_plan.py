@@ -75,8 +75,7 @@ class Group:
     @functools.cached_property
     def analysis(self) -> F32:
         """float32 [component, row]: the way there, least squares, since 8-bit directions are not orthonormal."""
-        basis = self.basis.astype(np.float64)
-        return np.asarray(np.linalg.solve(basis @ basis.T, basis), np.float32)
+        return np.asarray(np.linalg.solve(self.basis @ self.basis.T, self.basis), np.float32)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -28,6 +28,10 @@ class MeasuredModel(Protocol):
         """Return the KV cache of tokens from position 0, [layer, kv, token, head, dim]."""
         ...
 
+    def layer0_kv(self, token_ids: Sequence[int]) -> F32 | None:
+        """Return float32 [2, token, head, dim], K before rotation and V of layer 0; None if no level needs it."""
+        ...
+
     def continuation_logits(self, kv: FloatArray, token_ids: Sequence[int]) -> F32:
         """Return float32 [token, vocab]: logits after each of `token_ids`, which follow the cache `kv`."""
         ...
@@ -105,9 +109,10 @@ def measure_levels(
         head, tail = token_ids[:-continuation_tokens], token_ids[-continuation_tokens:]
         kv = model.context_kv(head)
         exact = model.continuation_logits(kv, tail)
+        layer0 = model.layer0_kv(head)
         for level, total in zip(levels, sums, strict=True):
-            data = codec.encode(kv, level=level.name, token_start=0)
-            decoded = codec.decode(data, dtype=np.float32)
+            data = codec.encode(kv, level=level.name, token_start=0, layer0=layer0)
+            decoded = codec.decode(data, dtype=np.float32, layer0=layer0)
             total.bits += 8 * len(data)
             total.elements += kv.size
             compare_logits(exact, model.continuation_logits(decoded.kv, tail), tail, total)

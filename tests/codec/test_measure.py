@@ -13,6 +13,9 @@ from tests.codec.builders import GEOMETRY, LEVELS, make_codec, make_kv
 class _ToyModel:
     """Logits that depend on the cache: enough to see a loss."""
 
+    def layer0_kv(self, token_ids: Sequence[int]) -> None:
+        return None
+
     def context_kv(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         return make_kv(len(token_ids), seed=token_ids[0])
 
