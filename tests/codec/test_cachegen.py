@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from codec import CorruptBitstream, Profile, reference
+from codec import CorruptBitstream, Profile, cachegen, reference
 from codec.bitstream import parse
 from codec.cachegen import CachegenStatistics, CachegenTransform
 from codec.entropy import num_lanes
@@ -97,6 +97,14 @@ def test_threads_do_not_change_bytes_or_values() -> None:
     data = CODEC.encode(kv, level="cachegen:1", token_start=0)
     assert data == many.encode(kv, level="cachegen:1", token_start=0)
     np.testing.assert_array_equal(CODEC.decode(data).kv, many.decode(data).kv)
+
+
+def test_layers_encoded_in_parts_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make_kv(170, seed=11)
+    data = CODEC.encode(kv, level="cachegen:1", token_start=0)
+    for workspace in (1, 200_000):
+        monkeypatch.setattr(cachegen, "WORKSPACE_BYTES", workspace)
+        assert CODEC.encode(kv, level="cachegen:1", token_start=0) == data
 
 
 def _broken(**changes: np.ndarray | None) -> Profile:
