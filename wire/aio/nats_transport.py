@@ -48,6 +48,7 @@ MAX_PINGS_OUT = 2
 try on the old one may be half a minute away."""
 DIAL_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 1.0
+GIVE_UP_RETRY_S = 0.05
 SUBSCRIBE_TIMEOUT_S = 5.0
 _ROOM_POLL_S = 0.005
 RETRY_MIN_S = 0.05
@@ -279,7 +280,10 @@ class NatsTransport:
         self._is_up = True
 
     async def _give_up(self, connecting: asyncio.Task[None]) -> None:
-        connecting.cancel()
+        # The library swallows a cancellation that comes while it looks an address up, and dials on.
+        while not connecting.done():
+            connecting.cancel()
+            await asyncio.wait({connecting}, timeout=GIVE_UP_RETRY_S)
         await asyncio.gather(connecting, return_exceptions=True)
         await self.close()
 
