@@ -92,9 +92,11 @@ def timeline_plot(request: RequestRecord, *, width: float) -> str:
     height_of = {name: max(1, len(lanes[name])) * _LANE_PX for name, _ in rows}
     top = 24.0
     gantt_px = sum(height_of.values()) + _GAP_PX * len(rows)
-    has_rate = request.link is not None
     rate_top = top + gantt_px + 30
-    bottom = rate_top + 110 if has_rate else top + gantt_px
+    rate_bottom = rate_top + 110 if request.link is not None else top + gantt_px
+    forecasts = _forecasts(request)
+    forecast_top = rate_bottom + 34
+    bottom = forecast_top + 80 if forecasts else rate_bottom
     sheet = Sheet(width, bottom + 40, label=f"timeline of one request under {request.policy}")
     stop_s = _stop_s(request)
     scale = Scale(0.0, stop_s, gutter, right)
@@ -108,7 +110,9 @@ def timeline_plot(request: RequestRecord, *, width: float) -> str:
         y += height_of[name] + _GAP_PX
     _draw_moments(sheet, scale, request, top, bottom)
     if request.link is not None:
-        _draw_rate(sheet, scale, request, request.link, rate_top, bottom)
+        _draw_rate(sheet, scale, request, request.link, rate_top, rate_bottom)
+    if forecasts:
+        _draw_forecasts(sheet, scale, request, forecasts, forecast_top, bottom)
     return sheet.svg()
 
 
@@ -246,10 +250,73 @@ def _draw_rate(
         middle_s = (index + 0.5) * link.step_s
         carried.append((scale.px(middle_s), y_scale.px(mbps(rate))))
     sheet.path(carried, "carried")
+    estimates = [
+        (scale.px(float(d["at_s"])), y_scale.px(mbps(float(d["rate_bytes_per_s"]))))
+        for d in request.decisions
+        if isinstance(d.get("rate_bytes_per_s"), int | float)
+        and isinstance(d.get("at_s"), int | float)
+    ]
+    steps: list[tuple[float, float]] = []
+    for x, y in estimates:
+        if steps:
+            steps.append((x, steps[-1][1]))
+        steps.append((x, y))
     samples = [(t, r) for t, r in request.delivery if 0 <= t <= scale.high]
     step = max(1, len(samples) // 200)
     for time_s, rate in samples[::step]:
         sheet.circle(scale.px(time_s), y_scale.px(mbps(rate)), 1.8, "sample")
+    sheet.path(steps, "estimate")
+
+
+@dataclass(frozen=True, slots=True)
+class _Forecast:
+    """What the planner expected at one decision."""
+
+    at_s: float
+    expected_s: float
+    late_s: float
+    """Highest quantile that it knew; the expectation where it knew none."""
+
+
+def _forecasts(request: RequestRecord) -> list[_Forecast]:
+    found: list[_Forecast] = []
+    for decision in request.decisions:
+        at_s, expected_s = decision.get("at_s"), decision.get("expected_ttft_s")
+        if not isinstance(at_s, int | float) or not isinstance(expected_s, int | float):
+            continue
+        known = [
+            float(pair[1])
+            for pair in decision.get("ttft_quantiles") or ()
+            if len(pair) == 2 and isinstance(pair[1], int | float)
+        ]
+        late_s = max([float(expected_s), *known])
+        found.append(_Forecast(float(at_s), float(expected_s), late_s))
+    return found
+
+
+def _draw_forecasts(
+    sheet: Sheet,
+    scale: Scale,
+    request: RequestRecord,
+    forecasts: Sequence[_Forecast],
+    top: float,
+    bottom: float,
+) -> None:
+    """Draw the expected TTFT at each decision, up to its highest quantile, beside what it became."""
+    sheet.line(scale.start_px, bottom, scale.stop_px, bottom, "axis")
+    sheet.line(scale.start_px, top - 34, scale.stop_px, top - 34, "axis")
+    actual_s = request.ttft_s if request.ttft_s is not None else request.deadline_s
+    # A wild first guess must not flatten the rest.
+    high = max(actual_s, request.deadline_s, *(f.expected_s for f in forecasts))
+    y_scale = Scale(0.0, min(high, 2.5 * max(actual_s, request.deadline_s)) * 1.1, bottom, top)
+    sheet.y_axis(y_scale, scale.start_px, scale.stop_px, title="expected first token, seconds")
+    if request.ttft_s is not None:
+        y = y_scale.px(request.ttft_s)
+        sheet.line(scale.start_px, y, scale.stop_px, y, "first")
+    for item in forecasts:
+        x = scale.px(item.at_s)
+        sheet.line(x, y_scale.px(item.expected_s), x, y_scale.px(item.late_s), "forecast-range")
+        sheet.circle(x, y_scale.px(item.expected_s), 2.6, "forecast")
 
 
 def quality_plot(figures: Sequence[PolicyFigures], *, width: float) -> str:

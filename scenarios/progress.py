@@ -43,6 +43,8 @@ class TerminalProgress:
             self._close_bar()
             self._bar_name = name
             self._bar = self._new_bar(name, total)
+            if not self._stream.isatty():
+                self._write(name)
         if self._bar is not None:
             self._bar.total = total
             self._bar.n = min(done, total)

@@ -218,6 +218,15 @@ def _legend(request: RequestRecord) -> str:
                 '<li><i class="d" style="background:var(--sample)"></i>rate measured from '
                 "acknowledgements</li>"
             )
+    if any(d.get("rate_bytes_per_s") is not None for d in request.decisions):
+        entries.append(
+            '<li><i class="l" style="border-color:var(--ink)"></i>the planner\'s estimate</li>'
+        )
+    if any(d.get("expected_ttft_s") is not None for d in request.decisions):
+        entries.append(
+            '<li><i class="d" style="background:var(--bar)"></i>first token expected at a decision, with '
+            "its highest quantile; the green line is what it became</li>"
+        )
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 

@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from planner import TEXT, ChunkOptions, LevelUnavailable, make_estimator, make_policy
+from planner import TEXT, ChunkOptions, Decision, LevelUnavailable, make_estimator, make_policy
 from planner.cost import CostModel, LevelCost, WorkerSpeeds
 from planner.simulate import (
     ChunkRecord as PlannedChunk,
@@ -341,12 +341,32 @@ def _to_record(
         prefill_start_s=None if ttft_s is None else round(max(0.0, ttft_s - tail_s), 6),
         prefill_end_s=ttft_s,
         last_token_s=ttft_s,
+        decisions=tuple(_decision(at, decision, shift_s) for at, decision in done.decisions),
         evaluation=EvaluationRecord(kl=done.loss / num_tokens, top1=None, greedy_match=None),
         link=world.link.record(at_s, stop_s + LINK_STEP_S),
         error="the link never carried it all" if is_endless else "",
         started_s=round(at_s, 3),
         agent=request.agent,
     )
+
+
+def _decision(at_s: float, decision: Decision, shift_s: float) -> dict[str, object]:
+    """Return a decision as the agent logs it."""
+
+    def finite(value: float | None, add_s: float = 0.0) -> float | None:
+        return None if value is None or math.isinf(value) else round(value + add_s, 6)
+
+    return {
+        "at_s": round(at_s + shift_s, 6),
+        "chunk": decision.chunk_index,
+        "choice": decision.choice.name,
+        "reason": decision.reason.value,
+        "abandons": decision.abandons,
+        "meets_deadline": decision.meets_deadline,
+        "expected_ttft_s": finite(decision.expected_ttft_s, shift_s),
+        "ttft_quantiles": [[q, finite(at, shift_s)] for q, at in decision.ttft_quantiles],
+        "rate_bytes_per_s": finite(decision.rate_bytes_per_s),
+    }
 
 
 def _chunk(span: _Span, planned: PlannedChunk, shift_s: float, world: _World) -> ChunkRecord:

@@ -64,6 +64,17 @@ def request(
         prefill_end_s=work_s + 0.35,
         last_token_s=work_s + 2.0,
         delivery=tuple((0.3 * i, RATE * (0.9 + 0.02 * (i % 10))) for i in range(int(link_s / 0.3))),
+        decisions=tuple(
+            {
+                "at_s": chunk.send_start_s,
+                "chunk": chunk.index,
+                "choice": chunk.choice,
+                "expected_ttft_s": None if chunk.index == 0 else work_s * (1.3 - 0.1 * chunk.index),
+                "ttft_quantiles": [[0.5, work_s], [0.9, work_s * 1.6]],
+                "rate_bytes_per_s": None if chunk.index == 0 else RATE * (1.0 + 0.1 * chunk.index),
+            }
+            for chunk in chunks
+        ),
         evaluation=EvaluationRecord(kl, 1.0 - kl, kl < 0.01, "The exact answer."),
         link=LinkRecord(
             0.1,

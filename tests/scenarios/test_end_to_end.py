@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scenarios.config import parse_scenario
+from scenarios.config import Scenario, parse_scenario
 from scenarios.metrics import figures
 from scenarios.progress import SilentProgress
 from scenarios.replay import replay
@@ -16,30 +16,37 @@ from scenarios.workload import handbook, shorten
 pytestmark = [pytest.mark.nats, pytest.mark.e2e]
 
 
-async def test_real_programs_answer_under_every_policy_as_over_the_exact_cache(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    (tmp_path / "flat.txt").write_text("0 8\n1000 8\n", encoding="utf-8")
-    (tmp_path / "text.txt").write_text(shorten(handbook(), 400), encoding="utf-8")
-    scenario = parse_scenario(
-        f'''
+def tiny(
+    folder: Path, model: Path, *, policies: str, rate_mbps: float, extra: str = ""
+) -> Scenario:
+    """Return a scenario on the tiny model whose context has about 800 of its tokens."""
+    (folder / "flat.txt").write_text(f"0 {rate_mbps}\n1000 {rate_mbps}\n", encoding="utf-8")
+    (folder / "text.txt").write_text(shorten(handbook(), 400), encoding="utf-8")
+    text = f"""
 summary = "a tiny model"
-policies = ["text", "fp16", "int8"]
+policies = {policies}
 slo_s = 60.0
 max_tokens = 6
 chunk_tokens = 256
 timeout_s = 200.0
 questions = ["Who answers?"]
+{extra}
 [[contexts]]
 name = "rules"
 parts = ["text.txt"]
 [model]
-name = "{tiny_model_dir}"
+name = "{model}"
 [uplink]
 trace = "flat.txt"
-''',
-        source=tmp_path / "tiny.toml",
-    )
+"""
+    return parse_scenario(text, source=folder / "tiny.toml")
+
+
+async def test_real_programs_answer_under_every_policy_as_over_the_exact_cache(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    policies = '["text", "fp16", "int8"]'
+    scenario = tiny(tmp_path, tiny_model_dir, policies=policies, rate_mbps=8)
     report = await replay(scenario, progress=SilentProgress(), keep_folder=tmp_path / "work")
     (ingest,) = report.ingests
     assert ingest.num_chunks == -(-ingest.num_tokens // 256)
@@ -67,3 +74,36 @@ trace = "flat.txt"
             assert request.delivery
     assert all(item.num_failed == 0 for item in figures(report))
     assert "no first token" not in html_page(report)
+
+
+async def test_killed_worker_is_replaced_by_the_spare_one(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    scenario = tiny(
+        tmp_path,
+        tiny_model_dir,
+        policies='["int8"]',
+        rate_mbps=0.5,
+        extra="evaluate = false\nfaults = {kill_worker_s = 2.0, spare_workers = 1}",
+    )
+    report = await replay(scenario, progress=SilentProgress(), keep_folder=tmp_path / "work")
+    (request,) = report.requests
+    assert request.error == ""
+    assert request.worker_changes == 1
+    assert request.ttft_s is not None
+    assert request.ttft_s > 2.0 + request.chunks[-1].num_bytes / 62_500
+    # What the dead worker had was sent again.
+    assert request.bytes_sent > sum(chunk.num_bytes for chunk in request.chunks)
+
+
+async def test_fleet_of_two_agents_shares_a_worker(tmp_path: Path, tiny_model_dir: Path) -> None:
+    scenario = tiny(
+        tmp_path,
+        tiny_model_dir,
+        policies='["int8"]',
+        rate_mbps=8,
+        extra='kind = "fleet"\nfleet = {agents = 2, num_requests = 4, mean_gap_s = 0.3}',
+    )
+    report = await replay(scenario, progress=SilentProgress())
+    assert [request.error for request in report.requests] == [""] * 4
+    assert {request.agent for request in report.requests} == {0, 1}
