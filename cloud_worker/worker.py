@@ -48,6 +48,9 @@ from wire.frames import parse
 MIN_RETRY_AFTER_S = 1.0
 """Least time that a refused agent is told to wait; sessions last seconds."""
 
+LAST_WORD_S = 3.0
+"""How long a worker that stops waits for agents to acknowledge that their sessions are over."""
+
 log = get_logger("cloud_worker")
 
 
@@ -164,6 +167,10 @@ class Worker:
         self._is_draining = True
         for session in list(self._sessions.values()):
             session.fail(FailCode.DRAINING, "the worker is stopping")
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_WORD_S)
+        for task in list(self._tasks):
+            task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         for unwatch in self._unwatch:

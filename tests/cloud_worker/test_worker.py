@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from cloud_worker.executors import Executors
 from codec import Codec
-from engine import TorchEngine
+from engine import KvCache, TorchEngine
 from tests.cloud_worker.agent import CONTEXT, MAX_TOKENS, QUESTION, TENANT, exact_answer
 from tests.cloud_worker.bench import Bench, answer, settle, until
 from wire import (
@@ -267,6 +269,41 @@ async def test_a_cancel_frees_the_memory_within_a_second(bench: Bench) -> None:
     assert bench.count('kvtide_worker_sessions_total{outcome="cancelled"}') == 1
 
 
+@pytest.mark.parametrize("ending", ["done", "cancelled", "failed"])
+async def test_the_memory_of_a_session_is_really_gone_after_it(
+    bench: Bench, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    worker = await bench.worker()
+    agent = await bench.agent()
+    tensors: list[weakref.ref[object]] = []
+    make = engine.new_cache
+
+    def recorded(capacity_tokens: int) -> KvCache:
+        cache = make(capacity_tokens)
+        tensors.append(weakref.ref(cache.storage))
+        return cache
+
+    monkeypatch.setattr(engine, "new_cache", recorded)
+    await agent.open()
+    agent.ask()
+    agent.recompute(0)
+    agent.send(1)
+    await agent.run(until=ChunkReady)
+    if ending == "cancelled":
+        agent.cancel()
+    elif ending == "failed":
+        next(iter(worker._sessions.values())).fail(FailCode.INTERNAL, "for the test")
+        await agent.run(until=Failed)
+    else:
+        agent.send(2)
+        await agent.run()
+    await agent.flush()
+    await settle(worker)
+    gc.collect()
+    assert len(tensors) == 1
+    assert tensors[0]() is None
+
+
 async def test_a_silent_agent_loses_its_session(bench: Bench) -> None:
     worker = await bench.worker(session_idle_timeout_s=0.3)
     agent = await bench.agent()
@@ -324,6 +361,22 @@ async def test_a_drain_that_takes_too_long_tells_the_agents(bench: Bench) -> Non
     await agent.flush()
     await draining
     assert worker.budget.reserved_bytes == 0
+
+
+async def test_a_stop_does_not_wait_for_an_agent_that_has_gone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloud_worker.worker.LAST_WORD_S", 0.05)
+    worker = await bench.worker()
+    agent = await bench.agent()
+    await agent.open()
+    await agent.control.close()
+    await agent.data.close()
+    async with asyncio.timeout(5):
+        await worker.close()
+    assert worker.num_sessions == 0
+    assert worker.budget.reserved_bytes == 0
+    bench.agents.clear()
 
 
 async def test_several_requests_at_once_all_get_their_answers(bench: Bench) -> None:
