@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine import _openmp as _openmp  # first: it must run before torch is loaded
 from engine.catalog import CATALOG, CatalogModel, cache_root, resolve_model
 from engine.errors import (
     CacheRangeError,

@@ -11,6 +11,9 @@ import pytest
 if TYPE_CHECKING:
     from engine import TorchEngine
 
+# As engine._openmp does, for tests that load torch before the engine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _REPO = Path(__file__).resolve().parent.parent
 _TINY_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
