@@ -24,7 +24,14 @@ from codec.levels import LevelSet
 from codec.profile import Profile
 from codec.transform import EncodedBlocks, LayerZero
 
-__all__ = ["BLOCK_TOKENS", "SINK_TOKENS", "KltTransform", "token_classes", "token_features"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "SINK_TOKENS",
+    "KltTransform",
+    "sink_values",
+    "token_classes",
+    "token_features",
+]
 
 BLOCK_TOKENS = 128
 """Tokens per block: four tiles of a warp. A block's lanes cost 64 bytes, 0.4 % of a block at 0.5 bits."""
@@ -198,8 +205,7 @@ class KltTransform:
             self._scatter(out, rows, group.first_layer, group.num_layers, position)
         self._scatter(out, position.layer0_rows.copy(), 0, 1, position)
         if stream.token_start == 0:
-            sink = stream.payload[: int(stream.offsets[1])]
-            values = _decode_sink(sink.tobytes(), self.geometry)
+            values = sink_values(stream, self.geometry)
             out[1:, :, :SINK_TOKENS] = (
                 reference.to_half(values) if out.dtype == np.float16 else values
             )
@@ -209,6 +215,30 @@ class KltTransform:
 
         Raises:
             CorruptBitstream: the blocks are not what an encoder writes.
+        """
+        num_tokens = stream.num_tokens
+        offsets = self.check_blocks(stream)
+        level = self.plan.levels[stream.level_index]
+        coefficients = np.empty((level.num_components, num_tokens), np.float32)
+        status = np.zeros(len(offsets) - 1, np.int32)
+        native.call(
+            "kv_klt_decode",
+            self._chunk(level.placed(num_tokens), level, num_tokens),
+            native.Tables.of(self.plan.tables, decode=True),
+            np.ascontiguousarray(stream.payload),
+            offsets,
+            np.asarray([level.step]),
+            coefficients,
+            status,
+        )
+        native.check_status(status)
+        return coefficients
+
+    def check_blocks(self, stream: Bitstream) -> npt.NDArray[np.uint32]:
+        """Return the offsets of the groups' blocks, uint32 [block + 1].
+
+        Raises:
+            CorruptBitstream: blocks of another count or size than the profile makes.
         """
         num_tokens = stream.num_tokens
         if stream.block_tokens != BLOCK_TOKENS:
@@ -224,22 +254,7 @@ class KltTransform:
             raise CorruptBitstream(
                 f"the first block has {stream.offsets[1]} bytes, not {sink_bytes}"
             )
-        level = self.plan.levels[stream.level_index]
-        coefficients = np.empty((level.num_components, num_tokens), np.float32)
-        offsets = np.ascontiguousarray(stream.offsets[1:])
-        status = np.zeros(len(offsets) - 1, np.int32)
-        native.call(
-            "kv_klt_decode",
-            self._chunk(level.placed(num_tokens), level, num_tokens),
-            native.Tables.of(self.plan.tables, decode=True),
-            np.ascontiguousarray(stream.payload),
-            offsets,
-            np.asarray([level.step]),
-            coefficients,
-            status,
-        )
-        native.check_status(status)
-        return coefficients
+        return np.ascontiguousarray(stream.offsets[1:])
 
     # ---- rows -------------------------------------------------------------------------------------------
 
@@ -339,7 +354,13 @@ def _encode_sink(values: FloatArray) -> bytes:
     return reference.encode_int8_block(np.asarray(values, np.float32).reshape(-1, values.shape[-1]))
 
 
-def _decode_sink(data: bytes, geometry: Geometry) -> F32:
+def sink_values(stream: Bitstream, geometry: Geometry) -> F32:
+    """Return float32 [layer - 1, 2, SINK_TOKENS, head, dim] from a checked bitstream that starts a context.
+
+    Raises:
+        CorruptBitstream: a scale is negative or not finite.
+    """
+    data = stream.payload[: int(stream.offsets[1])].tobytes()
     shape = (geometry.num_layers - 1, 2, SINK_TOKENS, geometry.num_kv_heads, geometry.head_dim)
     num_rows = int(np.prod(shape[:-1]))
     if int(np.frombuffer(data, "<u2", num_rows).max(initial=0)) > 0x7BFF:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,6 +217,7 @@ def test_layer0_of_another_shape_is_refused() -> None:
     codec = make_codec()
     kv, layer0 = _chunk(20, 0)
     data = codec.encode(kv, level="klt:0", token_start=0, layer0=layer0)
-    for wrong in (layer0[:, :19], layer0.astype(np.float64), np.full_like(layer0, np.nan)):
+    wrongs: list[Any] = [layer0[:, :19], layer0.astype(np.float64), np.full_like(layer0, np.nan)]
+    for wrong in wrongs:
         with pytest.raises(ShapeMismatch):
             codec.decode(data, layer0=wrong)
