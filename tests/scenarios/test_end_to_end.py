@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from scenarios import run
 from scenarios.config import Scenario, parse_scenario
 from scenarios.metrics import figures
 from scenarios.progress import SilentProgress
 from scenarios.replay import replay
 from scenarios.report import html_page
+from scenarios.results import load_report
 from scenarios.workload import handbook, shorten
 
 pytestmark = [pytest.mark.nats, pytest.mark.e2e]
@@ -39,7 +41,9 @@ name = "{model}"
 [uplink]
 trace = "flat.txt"
 """
-    return parse_scenario(text, source=folder / "tiny.toml")
+    path = folder / "tiny.toml"
+    path.write_text(text, encoding="utf-8")
+    return parse_scenario(text, source=path)
 
 
 async def test_real_programs_answer_under_every_policy_as_over_the_exact_cache(
@@ -107,3 +111,20 @@ async def test_fleet_of_two_agents_shares_a_worker(tmp_path: Path, tiny_model_di
     report = await replay(scenario, progress=SilentProgress())
     assert [request.error for request in report.requests] == [""] * 4
     assert {request.agent for request in report.requests} == {0, 1}
+
+
+@pytest.mark.data
+def test_recorded_trace_from_the_command_line_carries_the_real_programs(
+    tmp_path: Path, tiny_model_dir: Path, data_dir: Path
+) -> None:
+    tiny(tmp_path, tiny_model_dir, policies='["text", "int8"]', rate_mbps=8)
+    path = tmp_path / "tiny.toml"
+    trace = data_dir / "traces" / "mahimahi" / "TMobile-LTE-short.up"
+    out = tmp_path / "out.json"
+    arguments = ["--policies", "int8", "--trace", str(trace), "--json", str(out), "--quiet"]
+    assert run.main([str(path), *arguments]) == 0
+    report = load_report(out)
+    assert report.trace == "TMobile-LTE-short.up"
+    (request,) = report.requests
+    assert request.ttft_s is not None
+    assert request.evaluation is not None

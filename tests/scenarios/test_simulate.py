@@ -147,3 +147,32 @@ def test_level_that_nobody_measured_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ScenarioConfigError, match=r"cost\.levels"):
         simulate(unknown)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("mahimahi/TMobile-LTE-short.up", ""),
+        ("mahimahi/ATT-LTE-driving-2016.up", ""),
+        ("pensieve-cooked/norway_train_14", ""),
+        ("puffer/puffer_220218_a.trace", ""),
+        ("starlink/autobahn_throughput_rows560-1579.csv", "upload"),
+    ],
+)
+def test_recorded_traces_carry_a_scenario(
+    tmp_path: Path, data_dir: Path, name: str, column: str
+) -> None:
+    base = scenario(tmp_path)
+    path = str((data_dir / "traces" / name).absolute())
+    uplink = dataclasses.replace(base.uplink, trace=path, column=column)
+    report = simulate(dataclasses.replace(base, uplink=uplink))
+    assert report.trace == Path(name).name
+    for request in report.requests:
+        assert request.ttft_s is not None
+        assert request.link is not None
+        for rate, capacity in zip(
+            request.link.carried_bytes_per_s, request.link.capacity_bytes_per_s, strict=True
+        ):
+            # Segments are spread evenly over their time on the link, a packet trace is not even.
+            assert rate <= capacity + 66_000 / request.link.step_s
