@@ -293,6 +293,9 @@ class Agent:
             self.metrics.observe(names.EDGE_TTFT_SECONDS, timeline.first_token_s, policy)
         if not timeline.is_slo_met:
             self.metrics.add(names.EDGE_SLO_VIOLATIONS, 1, policy)
+        self.metrics.add(names.EDGE_RESENT_BYTES, timeline.num_resent_bytes)
+        if timeline.delivery:
+            self.metrics.set(names.EDGE_DELIVERY_BYTES_PER_SECOND, timeline.delivery[-1][1])
         for chunk in timeline.chunks:
             self.metrics.add(names.EDGE_CHUNKS, 1, level_label(chunk.choice))
             self.metrics.add(names.EDGE_SENT_BYTES, chunk.num_bytes, level_label(chunk.choice))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from edge_agent.config import EdgeConfig
 from edge_agent.errors import NoWorker
 from edge_agent.transfer import Mailbox
 from telemetry import Event, get_logger
-from wire import Lane
+from wire import Lane, agent_inbox
 from wire.aio import (
     ConnectionChange,
     Message,
@@ -64,15 +65,20 @@ class Broker:
     def of(cls, config: EdgeConfig) -> Broker:
         """Build the broker of an agent's settings."""
         token = config.broker_token() or ""
+        # Within the tenant's own subjects, so that the broker's permissions can fence it.
+        agent_id = config.agent_id or f"e-{secrets.token_hex(4)}"
 
         async def connect() -> Connections:
             async with contextlib.AsyncExitStack() as stack:
                 opened = []
                 for lane in Lane:
+                    # Only the control connection is answered; each has its own prefix all the same.
+                    suffix = "" if lane is Lane.CONTROL else "-data"
+                    inbox = agent_inbox(config.tenant, agent_id + suffix)
                     transport = await NatsTransport.connect(
                         config.nats_url,
                         name=f"kvtide-edge {lane.value}",
-                        inbox=config.nats_inbox if lane is Lane.CONTROL else "",
+                        inbox=inbox,
                         token=token,
                         creds_file=config.nats_creds_file,
                         ca_file=config.nats_ca_file,

@@ -43,12 +43,12 @@ class EdgeConfig:
     """File whose first line is the token for the broker."""
     nats_creds_file: Path | None = None
     """NATS credentials file (JWT and nkey seed) for the broker."""
-    nats_inbox: str = ""
-    """Subject prefix that workers answer on, where the broker's permissions name one; empty is random."""
     nats_ca_file: Path | None = None
     """PEM file of the authority that signed the broker's certificate; turns TLS on."""
     tenant: str = "default"
     """Tenant of every context here; part of each chunk's key and of each subject."""
+    agent_id: str = ""
+    """Name of this agent in the subjects that workers answer on; empty takes a random one."""
     model: str = "smollm2-135m"
     """Model: a name from the catalog, a folder, or a Hugging Face id."""
     device: str = "cpu"
@@ -112,6 +112,10 @@ class EdgeConfig:
             # The tenant is one token of a NATS subject; a dot or wildcard would leave its fence.
             raise ConfigError(
                 f"tenant is {self.tenant!r}, must be 1 to 64 letters, digits, '-' or '_'"
+            )
+        if self.agent_id and not re.fullmatch(r"[A-Za-z0-9_-]{1,58}", self.agent_id):
+            raise ConfigError(
+                f"agent_id is {self.agent_id!r}, must be 1 to 58 letters, digits, '-' or '_'"
             )
         if not self.levels:
             raise ConfigError("levels is empty, must name at least one level")

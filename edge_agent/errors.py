@@ -144,13 +144,6 @@ class DeadlineExceeded(AgentError):
     code = "deadline_exceeded"
 
 
-class IngestCancelled(AgentError):
-    """The client went away during the ingest; nothing was stored."""
-
-    http_status = 499
-    code = "cancelled"
-
-
 class StoreError(AgentError):
     """Root of the context store's errors."""
 

@@ -358,7 +358,9 @@ class SessionLoop:
             decision = self._decide(state, now, wants_chunk=wants_chunk)
             if decision is None:
                 return
-            self._timeline.decisions.append(decision_json(decision, state))
+            record = decision_json(decision, state)
+            self._timeline.decisions.append(record)
+            _log.debug(Event.DECISION, session_id=self._timeline.session, decision=record)
             self._carry_out(decision, now)
 
     def _is_nearly_sent(self) -> bool:

@@ -66,6 +66,7 @@ def test_lists_come_from_toml_lists_and_from_commas(tmp_path: Path) -> None:
         ([], {}, "store_dir = 3", "store_dir"),
         ([], {}, 'tenant = "a.b"', "tenant"),
         ([], {}, 'dtype = "int3"', "dtype"),
+        ([], {}, 'agent_id = "a.b"', "agent_id"),
         ([], {}, 'nats_url = "http://x"', "nats_url"),
         ([], {}, "this is not toml", "TOML"),
     ],

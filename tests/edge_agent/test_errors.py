@@ -26,7 +26,7 @@ def test_every_code_is_documented_with_its_status() -> None:
 
 def test_client_errors_are_told_apart_from_our_own() -> None:
     for kind in all_errors():
-        if 400 <= kind.http_status < 499:
+        if 400 <= kind.http_status < 500:
             assert kind.error_type == "invalid_request_error", kind
         elif kind.http_status >= 500:
             assert kind.error_type == "server_error", kind
