@@ -48,6 +48,19 @@ DEADLINE_RANGE: Final = (0.5, 1.5)
 PREFILL_RANGE: Final = (1.0, 4.0)
 """Prefill of the whole context as a multiple of the deadline, uniform: at 1 recomputing everything
 just fails, at 4 it helps for a part."""
+DEADLINE_S_PAPER: Final = (0.5, 1.0)
+"""SLOs of the paper's set-up. Unit: seconds."""
+PAPER_CHUNKS: Final = 10
+PAPER_TOKENS: Final = 1500
+PAPER_ELEMENTS: Final = 32 * 2 * 4096
+"""KV elements per token of a 7B-class model without grouped heads."""
+PAPER_GBPS: Final = (0.1, 10.0)
+PAPER_STEP_S: Final = 0.1
+"""How long one draw of the rate lasts: the paper draws one per chunk, and ten chunks fill its SLO of 1 s."""
+PAPER_PREFILL_TOKENS_PER_S: Final = 7000.0
+"""Of a data-centre GPU on a 7B model: recomputing all 15,000 tokens takes over 2 s."""
+PAPER_DECODE_BYTES_PER_S: Final = 50e9
+"""fp16 KV per second out of a GPU decoder, so that decoding is not what decides."""
 NUM_CHUNKS: Final = 8
 CHUNK_TOKENS: Final = 768
 SMOLLM2_ELEMENTS_PER_TOKEN: Final = 11_520
@@ -195,6 +208,49 @@ def real_workload(
     return Workload(name, link, training, tuple(passes))
 
 
+def independent_workload(
+    level_set: str, deadline_s: float, *, num_requests: int, seed: int
+) -> Workload:
+    """The paper's set-up: every chunk's rate drawn independently, uniform from 0.1 to 10 Gbit/s."""
+    rng = random.Random(f"{seed} independent {level_set} {deadline_s}")
+    spacing_s = 4.0
+    duration_s = spacing_s * (num_requests + NUM_TRAINING + 2)
+    starts = [index * PAPER_STEP_S for index in range(round(duration_s / PAPER_STEP_S))]
+    rates = [rng.uniform(*PAPER_GBPS) * 1e9 / 8 for _ in starts]
+    trace = Trace("independent", tuple(starts), tuple(rates), duration_s)
+    link = SimulatedLink(trace, delay_s=0.001, segment_bytes=2 * 1024 * 1024)
+    a_s = 1.0 / PAPER_PREFILL_TOKENS_PER_S / 1.5
+    speeds = WorkerSpeeds(
+        a_s, a_s / (PAPER_CHUNKS * PAPER_TOKENS), {level_set: PAPER_DECODE_BYTES_PER_S}
+    )
+    model = CostModel(speeds, kv_bytes_per_token=2 * PAPER_ELEMENTS)
+    requests = []
+    for index in range(num_requests + NUM_TRAINING):
+        chunks = []
+        for chunk in range(PAPER_CHUNKS):
+            rows = [
+                LevelCost(name, round(PAPER_TOKENS * PAPER_ELEMENTS * bits / 8), kl)
+                for name, bits, kl in LEVEL_SETS[level_set]
+            ]
+            start = chunk * PAPER_TOKENS
+            chunks.append(model.options(chunk, start, start + PAPER_TOKENS, rows))
+        request = SimulatedRequest(
+            chunks=tuple(chunks),
+            deadline_s=deadline_s,
+            tail_prefill_s=0.01,
+            engine_slowness=rng.uniform(*SLOWNESS),
+            decoder_slowness=rng.uniform(*SLOWNESS),
+        )
+        requests.append((spacing_s * index + rng.uniform(0.0, 1.0), request))
+    name = f"independent, SLO {deadline_s} s"
+    return Workload(name, link, tuple(requests[:NUM_TRAINING]), (tuple(requests[NUM_TRAINING:]),))
+
+
+def trace_class(name: str) -> str:
+    """The collection that a trace is from."""
+    return "starlink" if "starlink" in name else "mahimahi"
+
+
 def load_uplinks(folder: Path) -> list[tuple[str, Trace]]:
     """Read every uplink trace."""
     found = []
@@ -252,16 +308,17 @@ class Score:
     ttft_p95: float
 
 
-def score(label: str, records: Sequence[TransferRecord]) -> Score:
-    """Sum up."""
+def score(
+    label: str, records: Sequence[TransferRecord], num_tokens: int = NUM_CHUNKS * CHUNK_TOKENS
+) -> Score:
+    """Sum up; ``num_tokens`` is the length of each context."""
     count = len(records)
     shares = sorted(record.ttft_s / record.deadline_s for record in records)
-    tokens = NUM_CHUNKS * CHUNK_TOKENS
     return Score(
         label,
         count,
         sum(not record.meets_deadline for record in records) / count,
-        sum(record.loss for record in records) / count / tokens,
+        sum(record.loss for record in records) / count / num_tokens,
         sum(record.num_bytes for record in records) / count,
         shares[count // 2],
         shares[min(count - 1, math.ceil(0.95 * count) - 1)],

@@ -26,7 +26,14 @@ from planner.model import (
     Stage,
     TransferState,
 )
-from planner.optimizer import Plan, PlanRequest, choose, finish_first, room_for_first
+from planner.optimizer import (
+    Plan,
+    PlanRequest,
+    choose,
+    finish_first,
+    room_for_first,
+    text_that_fits,
+)
 from planner.policies import expected_ttft_s
 from planner.samples import Estimator
 
@@ -43,6 +50,8 @@ PREFILL_MARGIN: Final = 1.05
 TEXT_LEAD_S: Final = 0.2
 """A text chunk is told to the worker when its engine runs out of work within this: a round trip with
 a full window ahead of it (wire.md: 87-108 ms), doubled. Any earlier would fix the border too early."""
+MAX_TEXT_AHEAD: Final = 2
+"""Text chunks told to the worker and not yet done, however slow it turns out to be."""
 ABANDON_SAVES: Final = 0.15
 """Going coarser: only for a level with this share fewer bytes than are still to go ..."""
 ABANDON_GAINS: Final = 0.03
@@ -96,10 +105,18 @@ class AdaptivePolicy:
         if not missing:
             return None
         request = self._request(state, [chunk.options for chunk in missing])
-        feed = request.engine_free_s - state.worker.queue_delay_s <= TEXT_LEAD_S
+        text_ahead = sum(
+            c.stage is Stage.IN_FLIGHT and c.choice is not None and c.choice.is_text
+            for c in state.chunks
+        )
+        feed = (
+            text_ahead < MAX_TEXT_AHEAD
+            and request.engine_free_s - state.worker.queue_delay_s <= TEXT_LEAD_S
+        )
         if not feed and not link_is_free:
             return None
         if estimator.curve(LIKELY, now=now) is None:
+            feed = feed and (text_that_fits(request) > 0 or not missing[0].options.levels)
             return self._blind(state, missing, feed, link_is_free, estimator, now)
         plan, promised = self._plan(request, estimator, now)
         if plan.num_text > 0 and feed:
@@ -111,8 +128,7 @@ class AdaptivePolicy:
             reason = Reason.BEST_THAT_FITS if promised > 0.0 else Reason.FINISH_FIRST
         elif link_is_free and promised < self.config.target and missing[-1].options.levels:
             # The link seems too slow to be worth it, but the engine is busy and only use can tell.
-            levels = missing[-1].options.levels
-            chunk, choice = missing[-1], min(levels, key=lambda c: (c.num_bytes, c.loss))
+            chunk, choice = missing[-1], _cheapest(missing[-1].options)
             reason = Reason.FINISH_FIRST
         else:
             return None
@@ -127,7 +143,10 @@ class AdaptivePolicy:
         estimator: Estimator,
         now: float,
     ) -> Decision | None:
-        """Begin at both ends: the engine is known, and the link shows itself only when used."""
+        """Begin at both ends: the engine is known, and the link shows itself only when used.
+
+        ``feed``: the engine wants work, and the first missing chunk is worth recomputing.
+        """
         front, back = missing[0], missing[-1]
         text = front.options.text if self.config.may_recompute else None
         levels = sorted(back.options.levels, key=lambda c: (c.loss, c.num_bytes))
@@ -234,7 +253,7 @@ class AdaptivePolicy:
             ]
             if not coarser:
                 return None
-            choice = min(coarser, key=lambda c: c.num_bytes)
+            choice = min(coarser, key=lambda c: (math.isinf(c.loss), c.num_bytes))
             changed = replace(
                 request, bytes_before=request.bytes_before - unsent + choice.num_bytes
             )
@@ -323,3 +342,8 @@ def _with_margin(chunk: ChunkOptions, may_recompute: bool) -> ChunkOptions:
         return ChunkOptions(chunk.index, chunk.token_start, chunk.token_stop, levels)
     slower = Choice(text.name, 0, 0.0, text.prefill_s * PREFILL_MARGIN, text.loss, is_text=True)
     return ChunkOptions(chunk.index, chunk.token_start, chunk.token_stop, (*levels, slower))
+
+
+def _cheapest(chunk: ChunkOptions) -> Choice:
+    """The level with the fewest bytes, one whose loss was measured if there is one."""
+    return min(chunk.levels, key=lambda c: (math.isinf(c.loss), c.num_bytes, c.loss))

@@ -36,7 +36,7 @@ SILENCE_GAPS: Final = 4.0
 """An acknowledgement is overdue after this many times the usual gap."""
 SHIFT_LOG_RATIO: Final = 0.7
 """A change point: the shortest memory is off the longest by a factor of two ..."""
-SHIFT_HOLD_S: Final = 0.75
+SHIFT_HOLD_S: Final = 0.4
 """... for this long. Then the long memories start over from the short one."""
 MIN_RATE_BYTES_PER_S: Final = 100.0
 """Floor for logarithms: far below any link that carries a KV cache."""
@@ -163,12 +163,22 @@ class PredictiveEstimator(CurveReader):
         """Return the median of the mean rate over the next second."""
         if not self._is_informed:
             return None
-        return self.bytes_within(1.0 + self._delay_s(now), 0.5, now=now)
+        return self._curve_of_acks(0.5, now).bytes_within(1.0)
 
     def curve(self, quantile: float, *, now: float) -> DeliveryCurve | None:
         """Return the bytes that arrive within any time with probability ``quantile``."""
         if not self._is_informed:
             return None
+        curve = self._curve_of_acks(quantile, now)
+        if self._acks_are_flowing(now):
+            # The last byte arrives half a round trip before its acknowledgement does.
+            return curve.advanced(self._min_rtt_s / 2)
+        return curve.delayed(self._min_rtt_s / 2 if math.isfinite(self._min_rtt_s) else 0.0)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _curve_of_acks(self, quantile: float, now: float) -> DeliveryCurve:
+        """The curve of a busy link, acknowledgement to acknowledgement."""
         situation = self._situation
         key = (now, self._delivered, situation)
         if self._forecast_key != key:
@@ -178,13 +188,7 @@ class PredictiveEstimator(CurveReader):
         misses = self.site.miss_quantiles(situation, 1.0 - quantile)
         rates = np.exp(self._forecast + misses).tolist()
         values = [rate * horizon_s for rate, horizon_s in zip(rates, HORIZONS_S, strict=True)]
-        curve = DeliveryCurve.from_points(HORIZONS_S, values, tail_bytes_per_s=rates[-1])
-        if self._acks_are_flowing(now):
-            # The last byte arrives half a round trip before its acknowledgement does.
-            return curve.advanced(self._min_rtt_s / 2)
-        return curve.delayed(self._delay_s(now))
-
-    # ---- inside ----------------------------------------------------------------------------------
+        return DeliveryCurve.from_points(HORIZONS_S, values, tail_bytes_per_s=rates[-1])
 
     @property
     def _is_informed(self) -> bool:
@@ -203,12 +207,6 @@ class PredictiveEstimator(CurveReader):
         if self._last_ack_s is None:
             return FIRST_SILENCE_S
         return max(MIN_SILENCE_S, SILENCE_GAPS * self._usual_gap_s)
-
-    def _delay_s(self, now: float) -> float:
-        """Half a round trip for the first byte, unless acknowledgements are coming in already."""
-        if not math.isfinite(self._min_rtt_s) or self._acks_are_flowing(now):
-            return 0.0
-        return self._min_rtt_s / 2
 
     def _acks_are_flowing(self, now: float) -> bool:
         return self._last_ack_s is not None and now - self._last_ack_s <= self._min_rtt_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -48,24 +49,31 @@ class ChunkOptions:
     token_stop: int
     choices: tuple[Choice, ...]
 
+    levels: tuple[Choice, ...] = field(init=False, repr=False, compare=False)
+    """The choices that send KV."""
+    text: Choice | None = field(init=False, repr=False, compare=False)
+    """The recompute choice, where the engine can do it."""
+    longest_decode_s: float = field(init=False, repr=False, compare=False)
+    """The greatest decode time of its levels; 0 without levels."""
+    greatest_loss: float = field(init=False, repr=False, compare=False)
+    """The greatest measured loss of its levels; 0 without."""
+
     def __post_init__(self) -> None:
         if self.token_stop <= self.token_start or not self.choices:
             raise InvalidState(f"chunk {self.index} has no tokens or no choices")
+        levels = tuple(choice for choice in self.choices if not choice.is_text)
+        text = next((choice for choice in self.choices if choice.is_text), None)
+        losses = [choice.loss for choice in levels if math.isfinite(choice.loss)]
+        # Derived once: a plan of 64 chunks reads them a thousand times.
+        object.__setattr__(self, "levels", levels)
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "longest_decode_s", max((c.decode_s for c in levels), default=0.0))
+        object.__setattr__(self, "greatest_loss", max(losses, default=0.0))
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the chunk."""
         return self.token_stop - self.token_start
-
-    @property
-    def text(self) -> Choice | None:
-        """The recompute choice, where the engine can do it."""
-        return next((choice for choice in self.choices if choice.is_text), None)
-
-    @property
-    def levels(self) -> tuple[Choice, ...]:
-        """The choices that send KV."""
-        return tuple(choice for choice in self.choices if not choice.is_text)
 
     def choice(self, name: str) -> Choice | None:
         """The choice of that name, if there is one."""

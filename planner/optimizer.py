@@ -82,7 +82,7 @@ class Plan:
 
 def loss_grid(chunks: Sequence[ChunkOptions]) -> float:
     """Return the loss of one tick: the coarsest plan of these chunks has `LOSS_TICKS` in all."""
-    total = sum(max((c.loss for c in chunk.levels), default=0.0) for chunk in chunks)
+    total = sum(chunk.greatest_loss for chunk in chunks)
     return total / LOSS_TICKS if total > 0 else 1.0
 
 
@@ -107,47 +107,84 @@ def least_loss(
         return Assignment((), 0, 0)
     if any(not front for front in fronts):
         return None
-    size = 1 + sum(front[-1][0] for front in fronts)
-    table = np.full((len(fronts) + 1, size), np.inf)
-    table[0, 0] = 0.0
-    scratch = np.empty(size)
+    bound = _bound(fronts, limits)
+    if bound is None:
+        return None
+    size = bound + 1
+    # Columns 0 to pad - 1 stay infinite, so that one step back from any state is a window to its left.
+    pad = min(bound, max(front[-1][0] for front in fronts))
+    table = np.full((len(fronts) + 1, pad + size), np.inf)
+    table[0, pad] = 0.0
+    windows = np.lib.stride_tricks.sliding_window_view(table, size, axis=1)
     least_after = list(
         itertools.accumulate((front[-1][1] for front in reversed(fronts)), initial=0)
     )[::-1]
     final = limits[-1]
-    if least_after[0] > final:
-        return None
-    reach = 1
     for row, front in enumerate(fronts):
-        before, after = table[row], table[row + 1]
-        head = before[:reach]
-        for ticks, num_bytes, _ in front:
-            sums = scratch[:reach]
-            np.add(head, num_bytes, out=sums)
-            place = after[ticks : ticks + reach]
-            np.minimum(place, sums, out=place)
-        reach += front[-1][0]
-        limit = min(limits[row], final - least_after[row + 1])
+        places = [pad - ticks for ticks, _, _ in front if ticks <= pad]
+        sums = windows[row][places]
+        sums += np.array([[float(num_bytes)] for _, num_bytes, _ in front[: len(places)]])
+        after = table[row + 1, pad:]
+        np.minimum.reduce(sums, axis=0, out=after)
         # A limit that what follows implies anyway need not be looked at.
         if limits[row] < final - least_after[row + 1]:
-            reached = after[:reach]
-            reached[reached > limit] = np.inf
+            after[after > limits[row]] = np.inf
+    table = table[:, pad:]
     fits = np.flatnonzero(table[-1] <= final)
-    if not len(fits):
-        return None
     return _trace_back(table, fronts, int(fits[0]))
 
 
+def _bound(
+    fronts: Sequence[Sequence[tuple[int, int, Choice]]], limits: Sequence[float]
+) -> int | None:
+    """Ticks of a good plan found quickly; None when nothing fits.
+
+    The optimum loses no more, so the table need not go further. The plan takes the finest step of every
+    front that fits for all, then a finer one for as many chunks as still fit.
+    """
+    for step in range(max(len(front) for front in fronts)):
+        rows = [front[step] if step < len(front) else front[-1] for front in fronts]
+        if not _fits(rows, limits):
+            continue
+        slack = limits[-1] - sum(row[1] for row in rows)
+        mixed = list(rows)
+        for place, front in enumerate(fronts):
+            finer = front[min(step, len(front)) - 1]
+            more = finer[1] - rows[place][1]
+            if step > 0 and more <= slack:
+                mixed[place] = finer
+                slack -= more
+        return sum(row[0] for row in (mixed if _fits(mixed, limits) else rows))
+    return None
+
+
+def _fits(rows: Sequence[tuple[int, int, Choice]], limits: Sequence[float]) -> bool:
+    """Whether the running bytes are within the limits."""
+    num_bytes = 0
+    for row, limit in zip(rows, limits, strict=True):
+        num_bytes += row[1]
+        if num_bytes > limit:
+            return False
+    return True
+
+
 def _front(choices: Sequence[Choice], tick: float) -> list[tuple[int, int, Choice]]:
-    """(ticks, bytes, choice) of the choices that no other one beats, finest first."""
-    rows = sorted(
-        ((round(choice.loss / tick), choice.num_bytes, choice) for choice in choices),
-        key=lambda row: (row[0], row[1], row[2].loss),
-    )
+    """(ticks, bytes, choice) of the choices that no other one beats, finest first.
+
+    Levels whose loss nobody measured (infinite) are only looked at where there is nothing else.
+    """
+    rows = [
+        (round(choice.loss / tick), choice.num_bytes, place)
+        for place, choice in enumerate(choices)
+        if choice.loss < math.inf
+    ] or [(0, choice.num_bytes, place) for place, choice in enumerate(choices)]
+    rows.sort()
     front: list[tuple[int, int, Choice]] = []
-    for row in rows:
-        if not front or row[1] < front[-1][1]:
-            front.append(row)
+    fewest = math.inf
+    for ticks, num_bytes, place in rows:
+        if num_bytes < fewest:
+            front.append((ticks, num_bytes, choices[place]))
+            fewest = num_bytes
     return front
 
 
@@ -246,7 +283,7 @@ def _byte_limits(
     after_s = 0.0
     limits: list[float] = []
     for chunk in reversed(sending):
-        after_s += max(choice.decode_s for choice in chunk.levels)
+        after_s += chunk.longest_decode_s
         limits.append(curve.bytes_within(request.budget_s - after_s) - request.bytes_before)
     # What was sent before must be decoded before all of these.
     begin_s = after_s + request.decode_before_s
@@ -276,7 +313,7 @@ def room_for_first(request: PlanRequest, curve: DeliveryCurve) -> float:
         return -math.inf
     if not sending:
         return math.inf
-    smallest = [min(choice.num_bytes for choice in chunk.levels) for chunk in sending]
+    smallest = [_smallest_bytes(chunk) for chunk in sending]
     others = itertools.accumulate(smallest[1:], initial=0)
     room = min(limit - before for limit, before in zip(limits, others, strict=True))
     return room if room >= smallest[0] else -math.inf
@@ -345,5 +382,13 @@ def finish_first(
 def _smallest(chunk: ChunkOptions, max_loss_per_token: float) -> Choice | None:
     """The level with the fewest bytes among those that lose no more than allowed."""
     levels = chunk.levels
-    allowed = [c for c in levels if c.loss <= max_loss_per_token * chunk.num_tokens]
-    return min(allowed or levels, key=lambda c: (c.num_bytes, c.loss), default=None)
+    measured = [c for c in levels if math.isfinite(c.loss)]
+    allowed = [c for c in measured if c.loss <= max_loss_per_token * chunk.num_tokens]
+    return min(allowed or measured or levels, key=lambda c: (c.num_bytes, c.loss), default=None)
+
+
+def _smallest_bytes(chunk: ChunkOptions) -> int:
+    """The fewest bytes with which a chunk that has levels can be sent."""
+    choice = _smallest(chunk, math.inf)
+    assert choice is not None
+    return choice.num_bytes

@@ -11,6 +11,7 @@ from planner.estimator import PredictiveEstimator
 from planner.mpc import MpcPolicy
 from planner.policies import CachegenPolicy, FixedPolicy, Policy, TextPolicy
 from planner.samples import Estimator
+from planner.site import SiteModel
 
 FASTEST_LOSS_PER_TOKEN = 0.02
 """`kvtide-fastest` takes no level that loses more, where there is another. Unit: KL per token, nats.
@@ -61,12 +62,19 @@ def make_policy(name: str) -> Policy:
     return _POLICIES[name]()
 
 
-def make_estimator(name: str) -> Estimator:
-    """Build an estimator with nothing learned.
+def make_estimator(name: str, *, site: SiteModel | None = None) -> Estimator:
+    """Build an estimator for one transfer.
+
+    Args:
+        name: one of `estimator_names`.
+        site: what the site has learned about this uplink; the predictive estimator begins with it and
+            teaches it. Shared by all transfers over the uplink; the others ignore it.
 
     Raises:
         UnknownEstimator: no such name.
     """
     if name not in _ESTIMATORS:
         raise UnknownEstimator(name, estimator_names())
+    if name == PredictiveEstimator.name:
+        return PredictiveEstimator(site)
     return _ESTIMATORS[name]()

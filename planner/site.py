@@ -34,7 +34,7 @@ MISS_RANGE: Final = (-5.0, 3.0)
 """Range of a miss, as log(actual / forecast); the first and last bin take what is beyond."""
 FORGETTING: Final = 0.98
 """Weight that a miss keeps for each new independent one: about the last 50 count."""
-RIDGE: Final = 20.0
+RIDGE: Final = 3.0
 """Weight of the starting forecast, in independent observations of one unit of log rate squared."""
 POOLING: Final = 0.5
 """Weight of the misses of the next shorter and next longer horizon: widths change slowly with it."""
@@ -215,10 +215,14 @@ class SiteModel:
 
 
 def _start_weights() -> FloatArray:
-    """Forecast before anything is learned: short memories for short horizons, long for long."""
+    """Forecast before anything is learned: mostly the memory of about half the horizon.
+
+    On the real uplinks anything from a quarter to twice the horizon does as well (bench.planner); the
+    shorter one follows a step sooner.
+    """
     weights = np.zeros((len(Situation), len(HORIZONS_S), NUM_FEATURES))
     for row, horizon_s in enumerate(HORIZONS_S):
-        nearness = np.array([-abs(math.log(2.0 * horizon_s / memory)) for memory in MEMORIES_S])
+        nearness = np.array([-abs(math.log(horizon_s / 2.0 / memory)) for memory in MEMORIES_S])
         share = np.exp(nearness) / np.exp(nearness).sum()
         weights[Situation.WARM, row, :-1] = share
         weights[Situation.YOUNG, row, :-1] = share
