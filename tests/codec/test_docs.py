@@ -36,3 +36,11 @@ def test_format_constants_are_those_of_the_document() -> None:
     assert "`KVTP`" in page
     for level_set in LevelSet:
         assert f"{level_set.wire_id} `{level_set}`" in page
+
+
+def test_the_table_of_levels_is_the_bundled_profiles() -> None:
+    path = DOCS.parent / "codec/profiles/smollm2-135m.cachegen.kvprofile"
+    for info in codec.Profile.load(path).levels:
+        assert info.top1 is not None
+        row = f"| `{info.name}` | {info.bits_per_element:.2f} | {info.kl:.5f} | {info.ppl_ratio:.4f} | "
+        assert f"{row}{100 * info.top1:.2f} % |" in TEXT
