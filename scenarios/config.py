@@ -73,6 +73,9 @@ class UplinkSpec:
     """Where in the trace a request begins. Unit: seconds."""
     scale: float = 1.0
     """Factor on every rate."""
+    tie_level: str = ""
+    """Scale the rates, once the first policy (text) has been tried, so that sending a context at this level
+    takes as long as that did; empty does nothing."""
     delay_s: float | None = None
     """One-way delay; none takes the trace's own, else 20 ms. Unit: seconds."""
     queue_bytes: int | None = None
@@ -153,13 +156,17 @@ class FaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class CostSpec:
-    """Speeds that `--simulate` computes with; the defaults were measured on two x86-64 cores."""
+    """Speeds that `--simulate` computes with.
 
-    prefill_a_s: float = 0.0028
+    The defaults were measured by the scenario `demo` on two busy cores of an AMD EPYC; `--like` takes those of
+    another run.
+    """
+
+    prefill_a_s: float = 0.0035
     """Prefill of one token at position 0. Unit: seconds."""
-    prefill_b_s: float = 7.5e-7
+    prefill_b_s: float = 4.2e-7
     """More for each position before it. Unit: seconds."""
-    decode_bytes_per_s: float = 60e6
+    decode_bytes_per_s: float = 320e6
     """Bytes of KV cache (fp16) that the codec brings back in a second."""
     overhead_s: float = 0.15
     """From the request's arrival to the worker's acceptance, and from its first token to the agent."""
@@ -257,6 +264,12 @@ class Scenario:
             queue_bytes=spec.queue_bytes or default_queue_bytes(trace),
             offset_s=spec.offset_s,
         )
+
+    def tie_uplink(self, up: LinkConfig, *, num_bytes: int, text_s: float) -> LinkConfig:
+        """Return the uplink on which so many bytes take as long as text took."""
+        carried = up.trace.bytes_between(up.offset_s, up.offset_s + max(text_s, 1e-3))
+        factor = num_bytes / max(carried, 1.0)
+        return dataclasses.replace(up, trace=up.trace.scaled(factor))
 
     def downlink_config(self, up: LinkConfig) -> LinkConfig:
         """Return the downlink beside an uplink."""
@@ -386,6 +399,10 @@ def _check(scenario: Scenario) -> None:
         refuse("uplink.format", f"must be one of {', '.join(TraceFormat)}")
     if scenario.uplink.unit not in UNITS_BYTES_PER_S:
         refuse("uplink.unit", f"must be one of {', '.join(UNITS_BYTES_PER_S)}")
+    if scenario.uplink.tie_level and (
+        scenario.policies[0] != "text" or scenario.kind is not Kind.SEQUENCE
+    ):
+        refuse("uplink.tie_level", "needs a sequence whose first policy is text")
     if scenario.faults.kill_worker_s is not None and scenario.faults.spare_workers == 0:
         refuse("faults.spare_workers", "a killed worker needs a spare one")
 

@@ -14,10 +14,6 @@ from scenarios.config import LevelCost, Scenario, request_policy
 from scenarios.errors import ScenarioConfigError
 
 BUNDLED_MODEL = "smollm2-135m"
-INT8_BITS = 8.25
-"""Bits per element of level `int8` with heads of 64: 8 and one float16 scale per token, head and K or V."""
-INT8_KL = 0.0005
-"""Taken where no profile has it: well under the finest lossy level. Unit: nats."""
 _PROFILES = Path(codec.__file__).parent / "profiles"
 
 
@@ -55,6 +51,8 @@ def wanted_levels(scenario: Scenario) -> tuple[str, ...]:
             wanted.append("cachegen:*")
         elif rule != "text":
             wanted += ["int8", *(f"{name}:*" for name in bundled_level_sets())]
+    if scenario.uplink.tie_level:
+        wanted.append(scenario.uplink.tie_level)
     stars = {name for name in wanted if name.endswith(":*")}
     kept = [name for name in wanted if name in stars or f"{name.partition(':')[0]}:*" not in stars]
     # Text alone needs no level, but a store keeps at least one.
@@ -63,15 +61,9 @@ def wanted_levels(scenario: Scenario) -> tuple[str, ...]:
 
 @functools.cache
 def _bundled() -> tuple[LevelCost, ...]:
-    found = {
-        "fp16": LevelCost("fp16", 16.0, 0.0),
-        "int8": LevelCost("int8", INT8_BITS, INT8_KL),
-    }
+    found: dict[str, LevelCost] = {}
     for path in sorted(_PROFILES.glob(f"{BUNDLED_MODEL}.*.kvprofile")):
         for level in codec.Profile.load(path).levels:
-            bits = level.bits_per_element
-            if bits is None and level.name in found:
-                bits = found[level.name].bits_per_element
-            if bits is not None and level.kl is not None:
-                found[level.name] = LevelCost(level.name, bits, level.kl)
+            if level.bits_per_element is not None and level.kl is not None:
+                found[level.name] = LevelCost(level.name, level.bits_per_element, level.kl)
     return tuple(found.values())

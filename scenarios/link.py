@@ -73,7 +73,7 @@ class Link(Generic[ItemT]):
 
     def __init__(self, config: LinkConfig, *, now: float) -> None:
         self.config = config
-        self._trace = config.trace
+        """May be exchanged; a restart then sends what waits at the new pace."""
         self._origin_s = now - config.offset_s
         self._busy_until_s = now
         self._passages: collections.deque[_Passage[ItemT]] = collections.deque()
@@ -98,7 +98,7 @@ class Link(Generic[ItemT]):
     def _send(self, num_bytes: int, ready_s: float) -> float:
         """Return when the last byte leaves the queue, and keep the link busy until then."""
         start_s = max(ready_s, self._busy_until_s)
-        finish_s = self._trace.finish_s(max(0.0, start_s - self._origin_s), num_bytes)
+        finish_s = self.config.trace.finish_s(max(0.0, start_s - self._origin_s), num_bytes)
         self._busy_until_s = max(start_s, finish_s + self._origin_s)
         return self._busy_until_s
 
@@ -173,7 +173,7 @@ class Link(Generic[ItemT]):
     def transfer_s(self, num_bytes: int, *, now: float) -> float:
         """Return how long so many bytes would take if they were offered now, delay included."""
         start_s = max(now, self._busy_until_s)
-        finish_s = self._trace.finish_s(max(0.0, start_s - self._origin_s), num_bytes)
+        finish_s = self.config.trace.finish_s(max(0.0, start_s - self._origin_s), num_bytes)
         if math.isinf(finish_s):
             return math.inf
         return finish_s + self._origin_s + self.config.delay_s - now

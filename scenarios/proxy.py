@@ -18,7 +18,6 @@ import socket
 from dataclasses import dataclass, field
 
 from scenarios.link import Delivery, Link, LinkConfig
-from scenarios.trace import Trace
 
 MIN_PIECE_BYTES = 1500
 MAX_PIECE_BYTES = 32 * 1024
@@ -202,14 +201,16 @@ class LinkProxy:
         for channel in self._channels.values():
             channel.restart(offset_s)
 
+    def change_uplink(self, up: LinkConfig) -> None:
+        """Follow another trace on the way up, from its configured moment on."""
+        self._configs[Direction.UP] = up
+        self._channels[Direction.UP].link.config = up
+        self._channels[Direction.UP].restart(None)
+
     def carried_bytes(self, way: Direction) -> list[int]:
         """Return the bytes that left the queue in each step of `RECORD_STEP_S` since the restart."""
         carried = self._channels[way].carried
         return [carried.get(step, 0) for step in range(max(carried, default=-1) + 1)]
-
-    def trace(self, way: Direction) -> Trace:
-        """Return the trace that a direction follows."""
-        return self._configs[way].trace
 
     async def drained(self, *, timeout_s: float) -> bool:
         """Wait until nothing is queued or on its way; False when that takes too long."""

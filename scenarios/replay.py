@@ -115,6 +115,7 @@ class Stage:
     sites: list[Site] = dataclasses.field(default_factory=list)
     workers: list[Program] = dataclasses.field(default_factory=list)
     num_workers_started: int = 0
+    ingests: list[IngestRecord] = dataclasses.field(default_factory=list)
 
     async def start_worker(self) -> Program:
         """Start one more worker and wait until it takes sessions."""
@@ -226,7 +227,7 @@ async def replay(
         http = await stack.enter_async_context(aiohttp.ClientSession())
         on = Stage(scenario, trace, commands or Commands(), folder, broker, http, progress, stack)
         await _start_all(on, up)
-        ingests = await _ingest_all(on, texts)
+        ingests = on.ingests = await _ingest_all(on, texts)
         if scenario.kind is Kind.FLEET:
             from scenarios.fleet import run_fleet
 
@@ -234,6 +235,7 @@ async def replay(
         else:
             records = await _run_sequence(on)
         progress.stage("stopping")
+        up = on.sites[0].up  # a tie may have scaled it
     return RunReport(
         scenario=scenario.name,
         summary=scenario.summary,
@@ -244,7 +246,7 @@ async def replay(
         model=scenario.model.name,
         dtype=scenario.model.dtype,
         trace=trace.name,
-        trace_mean_bytes_per_s=trace.mean_bytes_per_s,
+        trace_mean_bytes_per_s=up.trace.mean_bytes_per_s,
         one_way_delay_s=up.delay_s,
         queue_bytes=up.queue_bytes,
         version=machine.version(),
@@ -317,10 +319,29 @@ async def _run_sequence(on: Stage) -> list[RequestRecord]:
     for index, request in enumerate(asks):
         if index == 0 or asks[index - 1].policy != request.policy:
             policy_began = time.monotonic()
+            if index and asks[index - 1].policy == on.scenario.policies[0]:
+                _tie(on, records)
         started_s = time.monotonic() - policy_began
         record = await ask_over_link(on, on.sites[0], request)
         records.append(dataclasses.replace(record, started_s=round(started_s, 3)))
     return records
+
+
+def _tie(on: Stage, records: Sequence[RequestRecord]) -> None:
+    """Scale the uplink so that the scenario's level takes as long as the first policy, text, took."""
+    level = on.scenario.uplink.tie_level
+    if not level:
+        return
+    site, text = on.sites[0], records[0]
+    ingest = next(i for i in on.ingests if i.context == text.context)
+    if text.ttft_s is None or level not in ingest.bytes_by_level:
+        raise ReplayError(
+            f"there is nothing to tie: no first token under text, or no level {level}"
+        )
+    site.up = on.scenario.tie_uplink(
+        site.up, num_bytes=ingest.bytes_by_level[level], text_s=text.ttft_s
+    )
+    site.proxy.change_uplink(site.up)
 
 
 async def ask_over_link(on: Stage, site: Site, request: client.Ask) -> RequestRecord:

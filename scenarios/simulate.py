@@ -140,8 +140,11 @@ def simulate(scenario: Scenario) -> RunReport:
     up = scenario.uplink_config(trace)
     texts = {context.name: build_context(scenario, context) for context in scenario.contexts}
     spans = {name: _spans(scenario, text) for name, text in texts.items()}
+    ingests = [_ingest(scenario, name, found) for name, found in spans.items()]
     requests: list[RequestRecord] = []
-    for policy in scenario.policies:
+    for index, policy in enumerate(scenario.policies):
+        if index == 1 and scenario.uplink.tie_level:
+            up = _tie(scenario, up, ingests, requests[0])
         requests += _simulate_policy(scenario, policy, spans, up)
     return RunReport(
         scenario=scenario.name,
@@ -153,7 +156,7 @@ def simulate(scenario: Scenario) -> RunReport:
         model=scenario.model.name,
         dtype=scenario.model.dtype,
         trace=trace.name,
-        trace_mean_bytes_per_s=trace.mean_bytes_per_s,
+        trace_mean_bytes_per_s=up.trace.mean_bytes_per_s,
         one_way_delay_s=up.delay_s,
         queue_bytes=up.queue_bytes,
         version=machine.version(),
@@ -161,7 +164,7 @@ def simulate(scenario: Scenario) -> RunReport:
         machine="",
         started_at="",
         duration_s=0.0,
-        ingests=tuple(_ingest(scenario, name, found) for name, found in spans.items()),
+        ingests=tuple(ingests),
         requests=tuple(requests),
     )
 
@@ -196,6 +199,16 @@ def _ingest(scenario: Scenario, name: str, spans: Sequence[_Span]) -> IngestReco
         },
         duration_s=0.0,
     )
+
+
+def _tie(
+    scenario: Scenario, up: LinkConfig, ingests: Sequence[IngestRecord], text: RequestRecord
+) -> LinkConfig:
+    level = scenario.uplink.tie_level
+    ingest = next(i for i in ingests if i.context == text.context)
+    if text.ttft_s is None or level not in ingest.bytes_by_level:
+        raise ScenarioConfigError(scenario.source, "uplink.tie_level", f"there is no level {level}")
+    return scenario.tie_uplink(up, num_bytes=ingest.bytes_by_level[level], text_s=text.ttft_s)
 
 
 def _simulate_policy(

@@ -90,6 +90,11 @@ def test_catalog_has_the_promised_scenarios() -> None:
         ("uplink = {format = 'pcap'}", "uplink.format", "must be one of mahimahi"),
         ("uplink = {unit = 'mph'}", "uplink.unit", "must be one of bps"),
         ("uplink = {queue_bytes = 1}", "uplink.queue_bytes", "must be from"),
+        (
+            "kind = 'fleet'\nuplink = {tie_level = 'int8'}",
+            "uplink.tie_level",
+            "first policy is text",
+        ),
         ("faults = {kill_worker_s = 1}", "faults.spare_workers", "needs a spare"),
         ("cost = {levels = [{name = 'x'}]}", "cost.levels[0].bits_per_element", "is missing"),
     ],

@@ -136,6 +136,23 @@ async def test_restarted_trace_begins_at_its_offset(echo_server: int, connect: C
     await proxy.stop()
 
 
+async def test_changed_uplink_sets_the_pace_from_then_on(
+    echo_server: int, connect: Connect
+) -> None:
+    silent = Trace("silent after 0.1 s", (0.0, 0.1), (1e6, 0.0), 1000.0)
+    proxy = await started(echo_server, up=LinkConfig(silent, delay_s=0.0, offset_s=0.2))
+    reader, writer = await connect(proxy)
+    proxy.restart_trace()
+    writer.write(b"x" * 100)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await reader.readexactly(100)
+    proxy.change_uplink(FAST)  # what waited goes at the new pace
+    async with asyncio.timeout(5):
+        assert await reader.readexactly(100) == b"x" * 100
+    await proxy.stop()
+
+
 async def test_short_messages_pass_beside_a_full_data_connection(connect: Connect) -> None:
     server = await serve(echo)
     rate = 10 * BYTES_PER_S_PER_MBPS

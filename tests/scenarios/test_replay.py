@@ -180,6 +180,18 @@ async def test_program_that_never_listens_is_given_up(tmp_path: Path) -> None:
             pass
 
 
+async def test_tie_scales_the_uplink_to_the_time_that_text_took(tmp_path: Path) -> None:
+    made = scenario(tmp_path, policies='["text", "int8"]')
+    tied = dataclasses.replace(made, uplink=dataclasses.replace(made.uplink, tie_level="int8"))
+    report = await replay(tied, progress=SilentProgress(), commands=commands())
+    text, level = report.requests
+    assert text.ttft_s is not None
+    assert level.ttft_s is not None
+    assert report.trace_mean_bytes_per_s == pytest.approx(200_000 / text.ttft_s, rel=0.01)
+    # Two chunks with a round trip each; the machine may be late.
+    assert text.ttft_s < level.ttft_s < 2 * text.ttft_s + 1.0
+
+
 async def test_fleet_asks_from_every_agent(tmp_path: Path) -> None:
     made = scenario(
         tmp_path,

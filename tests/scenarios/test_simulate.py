@@ -149,6 +149,21 @@ def test_level_that_nobody_measured_is_refused(tmp_path: Path) -> None:
         simulate(unknown)
 
 
+def test_tied_level_takes_as_long_as_text(tmp_path: Path) -> None:
+    made = scenario(tmp_path, policies='["text", "fixed:cachegen:2"]')
+    tied = dataclasses.replace(
+        made, uplink=dataclasses.replace(made.uplink, tie_level="cachegen:2")
+    )
+    report = simulate(tied)
+    text, level = (of(report.requests, policy)[0] for policy in made.policies)
+    assert text.ttft_s is not None
+    assert level.ttft_s == pytest.approx(text.ttft_s, rel=0.1)
+    assert report.trace_mean_bytes_per_s != 2e6
+    gone = dataclasses.replace(made, uplink=dataclasses.replace(made.uplink, tie_level="klt:9"))
+    with pytest.raises(ScenarioConfigError, match="no level klt:9"):
+        simulate(gone)
+
+
 @pytest.mark.data
 @pytest.mark.parametrize(
     ("name", "column"),
