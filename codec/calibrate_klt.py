@@ -43,6 +43,9 @@ ADAPTATION = 0.5
 """Exponent of a token's sensitivity in the step's divisor; from 0.5 on, outliers cost more than they save."""
 
 RIDGE = 10.0
+ENERGY_CLIP = 1e5
+"""Most that a token counts in the regression, in medians: a handful of sinks would decide alone."""
+
 STEPS = tuple(float(1e-4 * 3 ** (k / 2)) for k in (-6, -5, -4, -3, -2, -1, 0, 1, 2))
 """Steps of the levels, finest first, a factor of sqrt(3) apart: two levels up is a refinement by 3."""
 
@@ -153,16 +156,29 @@ class KltCalibration:
             self._features[index].append(token_features(_rows_of(values, first, size), heads))
             energy = np.square(pull[first : first + size]).sum(axis=(0, 1, 3))
             self._energies[index].append(
-                np.minimum(energy / max(float(energy.mean()), 1e-30), 400).astype(np.float32)
+                (energy / max(float(np.median(energy)), 1e-30)).astype(np.float32)
             )
 
-    def sensitivity_weights(self, index: int) -> F32:
-        """float32 [feature + 1]: what makes log2 of the divisor of a token's features; 0 on average."""
+    def sensitivity_arrays(self, index: int) -> dict[str, npt.NDArray[Any]]:
+        """Return how a token's features make its class.
+
+        A regression makes one number, the loudness, of the features; the classes' edges follow from the mean
+        sensitivity of the calibration's tokens at each loudness, whatever its shape.
+        """
         features = np.concatenate(self._features[index]).astype(np.float64)
-        fitted = _poisson_regression(features, np.concatenate(self._energies[index]))
-        weights = fitted * (ADAPTATION / np.log(2))
-        weights[-1] -= float((features @ weights).mean())
-        return np.asarray(weights, np.float32)
+        energy = np.concatenate(self._energies[index]).astype(np.float64)
+        weights = _poisson_regression(features, np.minimum(energy, ENERGY_CLIP))
+        loudness = features @ weights
+        order = np.argsort(loudness, kind="stable")
+        wanted = ADAPTATION * np.log2(_isotonic(energy[order]) + 1e-3)
+        wanted -= wanted.mean()
+        middle = np.arange(NUM_CLASSES - 1) + 0.5 - NEUTRAL_CLASS
+        places = np.searchsorted(wanted, middle)
+        sorted_loudness = np.append(loudness[order], loudness[order][-1] + 1)
+        return {
+            f"sensitivity_{index}": np.asarray(weights, np.float32),
+            f"loudness_edges_{index}": np.asarray(sorted_loudness[places], np.float32),
+        }
 
     # ---- the transform --------------------------------------------------------------------------------
 
@@ -202,7 +218,7 @@ class KltCalibration:
                 vectors[:, ::-1][:, :kept].T
             )
             arrays[f"deviation_{index}"] = np.asarray(deviation[:kept], np.float32)
-            arrays[f"sensitivity_{index}"] = self.sensitivity_weights(index)
+            arrays |= self.sensitivity_arrays(index)
         return arrays
 
     # ---- third pass: distributions --------------------------------------------------------------------
@@ -344,7 +360,7 @@ class _Counter:
         for index, group in enumerate(plan.groups):
             rows = _rows_of(values, group.first_layer, group.num_layers)
             heads = 2 * group.num_layers * self._geometry.num_kv_heads
-            classes[index] = token_classes(token_features(rows, heads), group.sensitivity)
+            classes[index] = token_classes(token_features(rows, heads), group)
             if group.predictor is not None:
                 rows = rows - _rows_of(values, 0, 1) @ group.predictor
             coefficients.append(
@@ -401,6 +417,25 @@ def _poisson_regression(features: F64, target: F32) -> F64:
     out[:-1] /= spread
     out[-1] -= float((center * out[:-1]).sum())
     return out
+
+
+def _isotonic(values: F64) -> F64:
+    """Return the ascending sequence that is closest in mean square.
+
+    Source: pool adjacent violators; Ayer et al., Ann. Math. Statist. 26 (1955).
+    """
+    means: list[float] = []
+    sizes: list[int] = []
+    for value in values:
+        means.append(float(value))
+        sizes.append(1)
+        while len(means) > 1 and means[-2] >= means[-1]:
+            size = sizes[-2] + sizes[-1]
+            means[-2] = (means[-2] * sizes[-2] + means[-1] * sizes[-1]) / size
+            sizes[-2] = size
+            means.pop()
+            sizes.pop()
+    return np.repeat(np.asarray(means), np.asarray(sizes))
 
 
 def _to_int8(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int8], F32]:

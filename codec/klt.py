@@ -19,7 +19,7 @@ from codec.entropy import gather_blocks
 from codec.errors import CorruptBitstream, ShapeMismatch
 from codec.geometry import FloatArray, Geometry, Rotary
 from codec.klt_native import KltChunk, KltRows
-from codec.klt_plan import NEUTRAL_CLASS, NUM_CLASSES, Group, KltPlan, LevelPlan
+from codec.klt_plan import NEUTRAL_CLASS, Group, KltPlan, LevelPlan
 from codec.levels import LevelSet
 from codec.profile import Profile
 from codec.transform import EncodedBlocks, LayerZero
@@ -58,10 +58,10 @@ def token_features(rows: F32, num_heads: int) -> F32:
     return np.concatenate((np.log2(energy + np.float32(1e-12)), constant), axis=1)
 
 
-def token_classes(features: F32, sensitivity: F32) -> U8:
+def token_classes(features: F32, group: Group) -> U8:
     """Return uint8 [token]: class of the step, which is divided by 2^(class - NEUTRAL_CLASS)."""
-    wanted = np.rint(features @ sensitivity) + NEUTRAL_CLASS
-    return np.asarray(np.clip(wanted, 0, NUM_CLASSES - 1), np.uint8)
+    loudness = features @ group.sensitivity
+    return np.asarray(np.searchsorted(group.loudness_edges, loudness, side="right"), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +133,16 @@ class KltTransform:
                 symbols[first : first + count],
                 self.num_threads,
             )
-        return self._entropy_encode(level, symbols, classes, sink)
+        return self.encode_symbols(level, symbols, classes, sink)
 
-    def _entropy_encode(
+    def encode_symbols(
         self,
         level: LevelPlan,
         symbols: npt.NDArray[np.int16],
         classes: U8,
         sink: bytes,
     ) -> EncodedBlocks:
+        """Entropy-encode int16 symbols [component, token] and classes [group, token]."""
         num_tokens = symbols.shape[1]
         groups = level.placed(num_tokens)
         most = int(groups["num_components"].max())
@@ -174,8 +175,7 @@ class KltTransform:
         """Return float32 [component, token], and the tokens' classes."""
         rows = self._gather(kv, group.first_layer, group.num_layers, position)
         classes = token_classes(
-            token_features(rows, 2 * group.num_layers * self.geometry.num_kv_heads),
-            group.sensitivity,
+            token_features(rows, 2 * group.num_layers * self.geometry.num_kv_heads), group
         )
         if group.predictor is not None:
             rows -= position.layer0_rows @ group.predictor

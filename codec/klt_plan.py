@@ -21,7 +21,7 @@ from codec.tables import TableSet
 
 __all__ = ["ACTIVITY_ONE", "NEUTRAL_CLASS", "NUM_CLASSES", "Group", "KltPlan", "LevelPlan"]
 
-NUM_CLASSES = 8
+NUM_CLASSES = 12
 NEUTRAL_CLASS = 2
 ACTIVITY_ONE = 1 << 12
 ACTIVITY_SHIFT = 4
@@ -53,7 +53,10 @@ class Group:
     """float32 [component], descending: root mean square of the coefficients."""
 
     sensitivity: F32
-    """float32 [feature + 1]: weights of the token's features and a constant; log2 of the step's divisor."""
+    """float32 [feature + 1]: weights of the token's features and a constant: how loud a token is."""
+
+    loudness_edges: F32
+    """float32 [class - 1], not descending: loudness at which the next class begins."""
 
     @property
     def num_rows(self) -> int:
@@ -186,7 +189,7 @@ class _Scales:
         if np.any(tables.lows[by_class.stop :] != 0) or np.any(
             sizes[by_class.stop :] != NUM_CLASSES + 1
         ):
-            raise CorruptBitstream("a table of token classes has other values than 0 to 7")
+            raise CorruptBitstream("a table of token classes has other values than 0 to 11")
         cutoff = _positive(profile.array("cutoff", np.float32, (1,)), "cutoff")[0]
         return cls(edges, np.float32(cutoff), expected, ratios, tables)
 
@@ -210,6 +213,7 @@ class _Scales:
             rows[index]["num_components"] = kept
             rows[index]["class_table"] = (len(self.edges) + 1) * CONTEXTS + index
             rows[index]["start_activity"] = start
+            rows[index]["last_table"] = len(self.edges) * CONTEXTS
             parts.append(part)
             first += kept
         return LevelPlan(step, rows, np.concatenate(parts))
@@ -259,8 +263,9 @@ def _groups(profile: Profile) -> tuple[Group, ...]:
             np.float32,
             (int(size) * 2 * geometry.num_kv_heads + 1,),
         )
-        if not np.isfinite(sensitivity).all():
-            raise CorruptBitstream(f"sensitivity_{index} is not finite")
+        edges = profile.array(f"loudness_edges_{index}", np.float32, (NUM_CLASSES - 1,))
+        if not np.isfinite(sensitivity).all() or not np.all(np.diff(edges) >= 0):
+            raise CorruptBitstream(f"the sensitivity of group {index} is not finite or in order")
         groups.append(
             Group(
                 first_layer=int(first),
@@ -274,6 +279,7 @@ def _groups(profile: Profile) -> tuple[Group, ...]:
                 predictor_scale=predictor_scale,
                 deviation=deviation,
                 sensitivity=sensitivity,
+                loudness_edges=edges,
             )
         )
     return tuple(groups)

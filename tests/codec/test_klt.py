@@ -18,8 +18,9 @@ from codec import (
     inspect_bitstream,
     max_encoded_bytes,
 )
-from codec.klt import BLOCK_TOKENS, token_classes, token_features
-from codec.klt_plan import NUM_CLASSES
+from codec.klt import BLOCK_TOKENS, KltTransform, token_classes, token_features
+from codec.klt_plan import NEUTRAL_CLASS, NUM_CLASSES
+from codec.levels import LevelSet
 from tests.codec.klt_builders import (
     GEOMETRY,
     STEPS,
@@ -121,15 +122,44 @@ def test_values_beyond_the_tables_escape() -> None:
     assert float(np.abs(decoded[2, 1, 7] - kv[2, 1, 7]).max()) < 30
 
 
-def test_loud_tokens_get_finer_steps() -> None:
-    group = make_codec()._transforms[make_profile().level_set].plan.groups[0]  # type: ignore[attr-defined]
-    rng = np.random.default_rng(1)
-    rows = rng.normal(size=(40, group.num_rows)).astype(np.float32)
+def test_louder_tokens_get_higher_classes() -> None:
+    transform = make_codec()._transforms[LevelSet.KLT]
+    assert isinstance(transform, KltTransform)
+    group = transform.plan.groups[0]
     heads = 2 * group.num_layers * GEOMETRY.num_kv_heads
-    classes = token_classes(token_features(rows, heads), group.sensitivity)
-    assert classes.dtype == np.uint8
-    assert classes.max() < NUM_CLASSES
-    assert token_features(rows, heads).shape == (40, heads + 1)
+    loudness = np.zeros(heads + 1, np.float32)
+    loudness[0] = 1
+    edges = np.arange(NUM_CLASSES - 1, dtype=np.float32) - np.float32(0.5)
+    judged = replace(group, sensitivity=loudness, loudness_edges=edges)
+    rows = np.ones((20, group.num_rows), np.float32)
+    rows[:, : group.num_rows // heads] *= np.exp2(np.arange(20) / 2)[:, None]
+    classes = token_classes(token_features(rows, heads), judged)
+    assert classes.tolist() == [min(1 + n, NUM_CLASSES - 1) for n in range(20)]
+
+
+def test_tokens_of_every_class_come_back() -> None:
+    codec = make_codec()
+    transform = codec._transforms[LevelSet.KLT]
+    assert isinstance(transform, KltTransform)
+    num_tokens = 200
+    level = transform.plan.levels[3]
+    rng = np.random.default_rng(8)
+    classes = rng.integers(0, NUM_CLASSES, size=(len(transform.plan.groups), num_tokens))
+    size = (level.num_components, num_tokens)
+    symbols = np.rint(rng.normal(size=size) * 2.0 ** rng.integers(-2, 11, size=size))
+    blocks = transform.encode_symbols(
+        level, symbols.astype(np.int16), classes.astype(np.uint8), b""
+    )
+    kv, layer0 = _chunk(num_tokens, 5)
+    stream = bitstream.parse(codec.encode(kv, level="klt:3", token_start=5, layer0=layer0))
+    made = replace(stream, offsets=blocks.offsets, payload=blocks.payload)
+    decoded = transform.decode_coefficients(made)
+    for index, group in enumerate(level.groups):
+        part = slice(
+            int(group["first_component"]), int(group["first_component"] + group["num_components"])
+        )
+        scale = level.step * np.exp2(NEUTRAL_CLASS - classes[index].astype(np.float32))
+        np.testing.assert_array_equal(decoded[part], symbols[part].astype(np.float32) * scale)
 
 
 def test_version_and_inspection() -> None:
