@@ -52,6 +52,10 @@ from wire import (
 READ_AHEAD_S = 0.1
 """A chunk is chosen this long before the link would run dry: reading and checking 5 MB took 30-90 ms on
 two busy cores. Longer would decide on an older estimate. Unit: seconds."""
+RECONSIDER_EVERY_S = 0.05
+"""Least time between two looks at what is in flight: a plan takes 1 ms. Unit: seconds."""
+SILENCE_CHECK_S = 0.1
+"""How often overdue acknowledgements are looked at. Unit: seconds."""
 
 _log = get_logger("edge_agent")
 
@@ -141,7 +145,8 @@ class SessionLoop:
         self._on_token = on_token
         self._clock = clock
         self._loading: asyncio.Task[None] | None = None
-        self._has_new_samples = False
+        self._has_news = False
+        self._reconsidered_at = 0.0
         self._finish_reason: str | None = None
         # The worker's clock starts when it accepts; the earliest arrival of any of its times bounds
         # that moment from above, to within the one-way delay.
@@ -188,6 +193,7 @@ class SessionLoop:
             reason = "the client is gone"
             raise
         finally:
+            self._estimator.on_end(now=self._clock())
             if self._loading is not None:
                 self._loading.cancel()
                 await asyncio.gather(self._loading, return_exceptions=True)
@@ -224,7 +230,7 @@ class SessionLoop:
             now = self._clock()
             match event:
                 case Delivered(sample):
-                    self._has_new_samples = True
+                    self._has_news = True
                     self._estimator.on_delivery(
                         DeliverySample(
                             bytes=sample.bytes,
@@ -298,6 +304,7 @@ class SessionLoop:
         record = self._timeline.chunks[event.chunk]
         self._note_worker_time(event.end_s, now)
         chunk.stage = Stage.READY
+        self._has_news = True
         self._plan.measured(chunk, level=event.level, seconds=event.end_s - event.start_s)
 
         def settle() -> None:
@@ -342,11 +349,11 @@ class SessionLoop:
         """Ask the policy for as long as it has something to begin."""
         now = self._clock()
         session = self._session
+        oldest_age_s = session.oldest_age_s(now=now)
         self._estimator.on_waiting(
-            bytes_in_flight=session.bytes_in_flight,
-            oldest_age_s=session.oldest_age_s(now=now),
-            now=now,
+            bytes_in_flight=session.bytes_in_flight, oldest_age_s=oldest_age_s, now=now
         )
+        self._has_news = self._has_news or oldest_age_s >= SILENCE_CHECK_S
         for chunk in self._plan.chunks:
             progress = session.progress(chunk.index)
             if progress is not None:
@@ -380,9 +387,12 @@ class SessionLoop:
         try:
             if wants_chunk:
                 return self._policy.next_decision(state, self._estimator, now)
-            if self._has_new_samples and isinstance(self._policy, Reconsidering):
-                self._has_new_samples = False
-                return self._policy.reconsider(state, self._estimator, now)
+            is_due = now - self._reconsidered_at >= RECONSIDER_EVERY_S
+            if self._has_news and is_due and isinstance(self._policy, Reconsidering):
+                decision = self._policy.reconsider(state, self._estimator, now)
+                if decision is None:
+                    self._has_news, self._reconsidered_at = False, now
+                return decision
         except LevelUnavailable as error:
             # A level that was asked for and is damaged is replaced by the text, which is exact.
             fallback = self._plan.fall_back(error.chunk_index)
@@ -454,6 +464,9 @@ class SessionLoop:
         """Sleep until a frame, a finished read, a change of the connection, or the session's timer."""
         timer = self._session.next_timer()
         timeout_s = None if timer is None else max(0.0, timer - self._clock())
+        if self._timeline.first_token_s is None and self._session.bytes_in_flight > 0:
+            # Silence is news to the planner, and nothing rings for it.
+            timeout_s = SILENCE_CHECK_S if timeout_s is None else min(timeout_s, SILENCE_CHECK_S)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._mailbox.bell.wait()

@@ -32,6 +32,7 @@ from edge_agent.store import ContextStore, StoredContext
 from edge_agent.threads import run_in
 from edge_agent.timeline import ChunkRecord, Timeline
 from edge_agent.transfer import Mailbox, SessionLoop, WorkerSilent
+from edge_agent.uplink_history import UplinkHistory
 from planner import PlannerError, make_estimator, make_policy
 from telemetry import Event, MetricSet, get_logger
 from wire import (
@@ -82,6 +83,7 @@ class Uplink:
         self._metrics = metrics
         self._disk = disk
         self._clock = clock
+        self._history = UplinkHistory(config.store_dir)
         self._model: EdgeModel | None = None
         self._profile_digest = b""
         self._level_loss: dict[str, float | None] = {}
@@ -189,9 +191,10 @@ class Uplink:
             session=session,
             request=request,
             plan=plan,
-            # Both learn during a session; another worker starts with fresh ones.
+            # Both learn during a session; another worker starts with fresh ones, and what the
+            # estimator learned about the uplink stays with the site.
             policy=make_policy(request.policy),
-            estimator=make_estimator(request.estimator),
+            estimator=make_estimator(request.estimator, site=self._history.site),
             timeline=timeline,
             mailbox=mailbox,
             publish=publish,
@@ -205,6 +208,8 @@ class Uplink:
             return await loop.run()
         except TransportError as error:
             raise NoWorker(f"the connection to the broker failed: {error}") from error
+        finally:
+            await run_in(self._disk, self._history.save)
 
     async def _claim(
         self,

@@ -26,6 +26,7 @@ from planner.model import (
 from planner.policies import CachegenPolicy, FixedPolicy, Policy, TextPolicy
 from planner.registry import estimator_names, make_estimator, make_policy, policy_names
 from planner.samples import DeliverySample, Estimator
+from planner.site import SiteModel
 
 __all__ = [
     "TEXT",
@@ -46,6 +47,7 @@ __all__ = [
     "PlannerError",
     "Policy",
     "Reason",
+    "SiteModel",
     "Stage",
     "TextPolicy",
     "TransferState",
