@@ -35,7 +35,7 @@ class UplinkHistory:
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            _log.warning(Event.UPLINK_HISTORY_LOST, path=str(self._path), error=str(error))
+            _log.warning(Event.UPLINK_FORGOTTEN, path=str(self._path), error=str(error))
         return SiteModel()
 
     def save(self) -> None:
@@ -45,6 +45,6 @@ class UplinkHistory:
             part.write_text(json.dumps(self.site.to_plain()), encoding="utf-8")
             os.replace(part, self._path)
         except OSError as error:
-            _log.warning(Event.UPLINK_HISTORY_LOST, path=str(self._path), error=str(error))
+            _log.warning(Event.UPLINK_FORGOTTEN, path=str(self._path), error=str(error))
             with contextlib.suppress(OSError):
                 part.unlink()

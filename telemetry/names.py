@@ -39,7 +39,7 @@ class Event(enum.StrEnum):
     CONTEXT_DELETED = "context.deleted"
     CONTEXT_EVICTED = "context.evicted"
     CHUNK_QUARANTINED = "chunk.quarantined"
-    UPLINK_HISTORY_LOST = "uplink.history_lost"
+    UPLINK_FORGOTTEN = "uplink.forgotten"
     WORKER_LOST = "worker.lost"
     WORKER_REPLACED = "worker.replaced"
     HTTP_ERROR = "http.error"
