@@ -78,12 +78,12 @@ def start_agent(
             program.kill()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worker(start_worker: Callable[..., Program]) -> Program:
     return start_worker()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def agent(start_agent: Callable[..., Program], worker: Program) -> Program:
     # Both load at the same time.
     program = start_agent()
@@ -103,7 +103,7 @@ def context_text() -> str:
     return note + "\n\n" + " ".join(words[:450]) + "\n\n" + note
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(agent: Program, context_text: str) -> Client:
     """An agent that has the context ``doc``."""
     client = Client(agent)
