@@ -129,6 +129,9 @@ class DeliveryMeter:
             # An idle stretch must not count as time in which the link delivered nothing.
             self._first_sent_at_s = now
             self._delivered_at_s = now
+            # Until the first acknowledgement comes back, a sample is a few bytes over a whole round
+            # trip: a lower bound of the link, as low as the first segment is small.
+            self._limited_until_bytes = max(self._limited_until_bytes, self.delivered_bytes + 1)
         mark = SentMark(
             size_bytes=size_bytes,
             sent_at_s=now,
