@@ -125,7 +125,11 @@ class Agent:
         """Open store and uplink; the model is loaded by ``load``."""
         metrics = MetricSet(names.EDGE_METRICS, slo_s=config.deadline_s)
         with (
-            ContextStore(config.store_dir, quota_bytes=config.store_quota_bytes) as store,
+            ContextStore(
+                config.store_dir,
+                quota_bytes=config.store_quota_bytes,
+                on_evict=lambda context_id: _log.info(Event.CONTEXT_EVICTED, context_id=context_id),
+            ) as store,
             # The pools are left before the store is closed, so that no thread meets a closed store.
             ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="disk") as disk,
             ThreadPoolExecutor(1, thread_name_prefix="compute") as compute,

@@ -129,6 +129,7 @@ class ContextStore:
         quota_bytes: int,
         ops: FileOps | None = None,
         wall_clock: Callable[[], float] = time.time,
+        on_evict: Callable[[str], None] | None = None,
     ) -> None:
         """Open or create a store, and repair what a crash left.
 
@@ -137,6 +138,7 @@ class ContextStore:
             quota_bytes: most bytes of chunk files.
             ops: file operations; tests pass ones that fail.
             wall_clock: seconds since 1970, only recorded, never compared.
+            on_evict: told the id of each evicted context, from the thread that needed the room.
 
         Raises:
             StoreLocked: another process has it open.
@@ -146,6 +148,7 @@ class ContextStore:
         self._root = root.expanduser()
         self._quota_bytes = quota_bytes
         self._wall_clock = wall_clock
+        self._on_evict = on_evict
         self._lock = threading.RLock()
         # Held across a whole file write, so that two ingests never race for one (key, level).
         self._write_lock = threading.Lock()
@@ -375,6 +378,8 @@ class ContextStore:
                 )
             self._delete(self._load(victim))
             self._num_evicted += 1
+            if self._on_evict is not None:
+                self._on_evict(victim)
 
     def _delete(self, context: StoredContext) -> None:
         self._db.execute("DELETE FROM contexts WHERE context_id = ?", (context.context_id,))

@@ -302,6 +302,12 @@ async def test_client_that_goes_away_cancels_the_transfer(
     response.close()
     await asyncio.wait_for(agent.wait_idle(10), 11)
     assert transfer.num_cancelled == 1
+    # The same without streaming, where nothing was written yet.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await client.post("/v1/chat/completions", json=ask())
+    await asyncio.wait_for(agent.wait_idle(10), 11)
+    assert transfer.num_cancelled == 2
     assert agent.num_requests == 0
 
 

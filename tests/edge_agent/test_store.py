@@ -181,14 +181,16 @@ def test_same_id_with_same_content_is_taken_again_and_other_content_refused(tmp_
 
 
 def test_least_recently_used_context_is_evicted_first(tmp_path: Path) -> None:
-    with open_store(tmp_path, quota_bytes=450) as store:
+    evicted: list[str] = []
+    with open_store(tmp_path, quota_bytes=450, on_evict=evicted.append) as store:
         ingest(store, make_context("old", [1]))
         ingest(store, make_context("new", [2]))
         with store.use("old"):
             pass
         ingest(store, make_context("third", [3]))
         assert [info.context_id for info in store.list_contexts()] == ["third", "old"]
-        assert store.usage().num_evicted == 1
+        assert store.usage().num_evicted == len(evicted) == 1
+        assert evicted == ["new"]
         assert store.usage().num_bytes == 400
 
 
