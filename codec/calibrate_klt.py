@@ -20,7 +20,7 @@ from codec.errors import CodecError
 from codec.geometry import Geometry
 from codec.klt import token_classes, token_features
 from codec.klt_native import CONTEXTS, KltChunk
-from codec.klt_plan import ACTIVITY_ONE, NEUTRAL_CLASS, NUM_CLASSES, KltPlan
+from codec.klt_plan import ACTIVITY_ONE, LOUD_CLASS, NEUTRAL_CLASS, NUM_CLASSES, KltPlan
 from codec.levels import LevelInfo, LevelSet, level_name
 from codec.profile import Profile
 from codec.tables import TableSet, quantize_frequencies
@@ -172,7 +172,7 @@ class KltCalibration:
         order = np.argsort(loudness, kind="stable")
         wanted = ADAPTATION * np.log2(_isotonic(energy[order]) + 1e-3)
         wanted -= wanted.mean()
-        middle = np.arange(NUM_CLASSES - 1) + 0.5 - NEUTRAL_CLASS
+        middle = np.arange(LOUD_CLASS) + 0.5 - NEUTRAL_CLASS
         places = np.searchsorted(wanted, middle)
         sorted_loudness = np.append(loudness[order], loudness[order][-1] + 1)
         return {
@@ -191,6 +191,7 @@ class KltCalibration:
             "group_first_layer": np.asarray([first for first, _ in self.spans], np.int32),
             "group_num_layers": np.asarray([size for _, size in self.spans], np.int32),
             "steps": np.asarray(self.steps, np.float32),
+            "loud_bits": np.asarray(_loud_bits(len(self.steps)), np.uint8),
         }
         center = self._sum / self._num_tokens
         for index, (first, size) in enumerate(self.spans):
@@ -361,8 +362,11 @@ class _Counter:
             rows = _rows_of(values, group.first_layer, group.num_layers)
             heads = 2 * group.num_layers * self._geometry.num_kv_heads
             classes[index] = token_classes(token_features(rows, heads), group)
+            loud = classes[index] >= LOUD_CLASS
             if group.predictor is not None:
                 rows = rows - _rows_of(values, 0, 1) @ group.predictor
+            rows = np.where(loud[:, None], np.float32(0), rows)
+            classes[index][loud] = NEUTRAL_CLASS
             coefficients.append(
                 (group.analysis @ rows.T)
                 * np.exp2(classes[index].astype(np.float32) - NEUTRAL_CLASS)
@@ -373,6 +377,11 @@ class _Counter:
                 for part, row in zip(coefficients, level.groups, strict=True)
             ]
             yield level, np.ascontiguousarray(np.concatenate(parts), np.int16), classes
+
+
+def _loud_bits(num_levels: int) -> list[int]:
+    """Bits of loud tokens: 8 in the finest third of the levels, then 6, then 5."""
+    return [(8, 6, 5)[3 * index // num_levels] for index in range(num_levels)]
 
 
 def _rows_of(kv: F32, first_layer: int, num_layers: int) -> F32:

@@ -18,8 +18,9 @@ from codec.bitstream import Bitstream
 from codec.entropy import gather_blocks
 from codec.errors import CorruptBitstream, ShapeMismatch
 from codec.geometry import FloatArray, Geometry, Rotary
+from codec.klt_loud import LoudTokens, pack_loud, parse_loud
 from codec.klt_native import KltChunk, KltRows
-from codec.klt_plan import NEUTRAL_CLASS, Group, KltPlan, LevelPlan
+from codec.klt_plan import LOUD_CLASS, NEUTRAL_CLASS, Group, KltPlan, LevelPlan
 from codec.levels import LevelSet
 from codec.profile import Profile
 from codec.transform import EncodedBlocks, LayerZero
@@ -28,7 +29,6 @@ __all__ = [
     "BLOCK_TOKENS",
     "SINK_TOKENS",
     "KltTransform",
-    "sink_values",
     "token_classes",
     "token_features",
 ]
@@ -59,7 +59,7 @@ def token_features(rows: F32, num_heads: int) -> F32:
 
 
 def token_classes(features: F32, group: Group) -> U8:
-    """Return uint8 [token]: class of the step, which is divided by 2^(class - NEUTRAL_CLASS)."""
+    """Return uint8 [token]: class of the step, which is divided by 2^(class - NEUTRAL_CLASS); LOUD_CLASS at most."""
     loudness = features @ group.sensitivity
     return np.asarray(np.searchsorted(group.loudness_edges, loudness, side="right"), np.uint8)
 
@@ -96,7 +96,7 @@ class KltTransform:
         spans = -(-num_tokens // BLOCK_TOKENS)
         symbols = num_tokens * geometry.elements_per_token + num_tokens * geometry.num_layers
         return (
-            _sink_bytes(geometry) + 4 * symbols + spans * geometry.num_layers * (4 * 32) + spans * 8
+            _sink_bytes(geometry) + 8 * symbols + spans * geometry.num_layers * (4 * 32) + spans * 8
         )
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -113,16 +113,23 @@ class KltTransform:
         num_tokens = kv.shape[2]
         position = self._position(kv, token_start, layer0)
         # RoPE does not turn position 0, so the sink's cached keys are its keys.
-        sink = _encode_sink(kv[1:, :, :SINK_TOKENS]) if token_start == 0 else b""
+        beside = _encode_sink(kv[1:, :, :SINK_TOKENS]) if token_start == 0 else b""
         symbols = np.zeros((level.num_components, num_tokens), np.int16)
         classes = np.full((len(self.plan.groups), num_tokens), NEUTRAL_CLASS, np.uint8)
         for index, group in enumerate(self.plan.groups):
             first = int(level.groups[index]["first_component"])
             count = int(level.groups[index]["num_components"])
-            coefficients, classes[index] = self._coefficients(kv, group, count, position)
-            if token_start == 0:  # the sink has its own block; here it costs next to nothing
-                coefficients[:, :SINK_TOKENS] = 0
+            rows = self._gather(kv, group.first_layer, group.num_layers, position)
+            classes[index] = token_classes(token_features(rows, self._pieces(group)), group)
+            if token_start == 0:
                 classes[index, :SINK_TOKENS] = NEUTRAL_CLASS
+            loud = np.flatnonzero(classes[index] >= LOUD_CLASS)
+            beside += pack_loud(LoudTokens(loud, self._plain(rows[loud], group)), level.loud_bits)
+            coefficients = self._coefficients(rows, group, count, position)
+            if token_start == 0:  # what is coded beside the transform costs next to nothing here
+                coefficients[:, :SINK_TOKENS] = 0
+            coefficients[:, loud] = 0
+            classes[index, loud] = NEUTRAL_CLASS
             native.call(
                 "kv_klt_quantize",
                 coefficients,
@@ -133,16 +140,23 @@ class KltTransform:
                 symbols[first : first + count],
                 self.num_threads,
             )
-        return self.encode_symbols(level, symbols, classes, sink)
+        return self.encode_symbols(level, symbols, classes, beside)
 
     def encode_symbols(
         self,
         level: LevelPlan,
         symbols: npt.NDArray[np.int16],
         classes: U8,
-        sink: bytes,
+        beside: bytes,
     ) -> EncodedBlocks:
-        """Entropy-encode int16 symbols [component, token] and classes [group, token]."""
+        """Entropy-encode int16 symbols [component, token] and classes [group, token].
+
+        Args:
+            level: whose tables are used.
+            symbols: int16 [component, token].
+            classes: uint8 [group, token], below LOUD_CLASS.
+            beside: the first block.
+        """
         num_tokens = symbols.shape[1]
         groups = level.placed(num_tokens)
         most = int(groups["num_components"].max())
@@ -165,21 +179,32 @@ class KltTransform:
         payload, offsets = gather_blocks(output, ends, sizes)
         return EncodedBlocks(
             BLOCK_TOKENS,
-            np.concatenate(([0], offsets.astype(np.int64) + len(sink))).astype(np.uint32),
-            np.concatenate((np.frombuffer(sink, np.uint8), payload)),
+            np.concatenate(([0], offsets.astype(np.int64) + len(beside))).astype(np.uint32),
+            np.concatenate((np.frombuffer(beside, np.uint8), payload)),
         )
 
-    def _coefficients(
-        self, kv: FloatArray, group: Group, count: int, position: _Position
-    ) -> tuple[F32, U8]:
-        """Return float32 [component, token], and the tokens' classes."""
-        rows = self._gather(kv, group.first_layer, group.num_layers, position)
-        classes = token_classes(
-            token_features(rows, 2 * group.num_layers * self.geometry.num_kv_heads), group
-        )
+    def _coefficients(self, rows: F32, group: Group, count: int, position: _Position) -> F32:
+        """Return float32 [component, token]."""
         if group.predictor is not None:
-            rows -= position.layer0_rows @ group.predictor
-        return np.ascontiguousarray(group.analysis[:count] @ rows.T), classes
+            rows = rows - position.layer0_rows @ group.predictor
+        return np.ascontiguousarray(group.analysis[:count] @ rows.T)
+
+    def _pieces(self, group: Group) -> int:
+        return 2 * group.num_layers * self.geometry.num_kv_heads
+
+    def _plain(self, rows: F32, group: Group) -> F32:
+        """Return [token, piece, dim] without weight and with the mean."""
+        layers = slice(group.first_layer, group.first_layer + group.num_layers)
+        plain = rows * self._inverse_weight[layers].ravel() + self.plan.mean[layers].ravel()
+        return np.asarray(
+            plain.reshape(len(rows), self._pieces(group), self.geometry.head_dim), np.float32
+        )
+
+    def weighted(self, plain: F32, group: Group) -> F32:
+        """Undo `_plain`; returns float32 [token, row]."""
+        layers = slice(group.first_layer, group.first_layer + group.num_layers)
+        flat = plain.reshape(len(plain), group.num_rows) - self.plan.mean[layers].ravel()
+        return np.asarray(flat * self.plan.weight[layers].ravel(), np.float32)
 
     # ---- decode -----------------------------------------------------------------------------------------
 
@@ -193,6 +218,7 @@ class KltTransform:
         if layer0 is None:
             raise ShapeMismatch("level set klt needs layer0, the KV of layer 0, to decode")
         level = self.plan.levels[stream.level_index]
+        sink, loud = self.beside(stream)
         coefficients = self.decode_coefficients(stream)
         position = self._position(out, stream.token_start, layer0)
         for index, group in enumerate(self.plan.groups):
@@ -202,13 +228,35 @@ class KltTransform:
             rows = np.matmul(part.T, group.basis[:count])
             if group.predictor is not None:
                 rows += position.layer0_rows @ group.predictor
+            rows[loud[index].tokens] = self.weighted(loud[index].values, group)
             self._scatter(out, rows, group.first_layer, group.num_layers, position)
         self._scatter(out, position.layer0_rows.copy(), 0, 1, position)
+        if sink is not None:
+            out[1:, :, :SINK_TOKENS] = reference.to_half(sink) if out.dtype == np.float16 else sink
+
+    def beside(self, stream: Bitstream) -> tuple[F32 | None, list[LoudTokens]]:
+        """Return what is coded beside the transform: the sink, and each group's loud tokens.
+
+        Raises:
+            CorruptBitstream: the first block is not what an encoder writes.
+        """
+        self.check_blocks(stream)
+        data = memoryview(stream.payload[: int(stream.offsets[1])].tobytes())
+        sink = None
         if stream.token_start == 0:
-            values = sink_values(stream, self.geometry)
-            out[1:, :, :SINK_TOKENS] = (
-                reference.to_half(values) if out.dtype == np.float16 else values
+            sink = _decode_sink(data, self.geometry)
+            data = data[_sink_bytes(self.geometry) :]
+        bits = self.plan.levels[stream.level_index].loud_bits
+        loud = []
+        for group in self.plan.groups:
+            found, used = parse_loud(
+                data, stream.num_tokens, self._pieces(group), self.geometry.head_dim, bits
             )
+            loud.append(found)
+            data = data[used:]
+        if len(data):
+            raise CorruptBitstream(f"{len(data)} bytes are left in the first block")
+        return sink, loud
 
     def decode_coefficients(self, stream: Bitstream) -> F32:
         """Return float32 [component, token]: all groups' coefficients.
@@ -248,11 +296,6 @@ class KltTransform:
         if len(stream.offsets) != self.num_blocks(num_tokens) + 1:
             raise CorruptBitstream(
                 f"{len(stream.offsets) - 1} blocks where the profile makes {self.num_blocks(num_tokens)}"
-            )
-        sink_bytes = _sink_bytes(self.geometry) if stream.token_start == 0 else 0
-        if stream.offsets[1] != sink_bytes:
-            raise CorruptBitstream(
-                f"the first block has {stream.offsets[1]} bytes, not {sink_bytes}"
             )
         return np.ascontiguousarray(stream.offsets[1:])
 
@@ -354,15 +397,12 @@ def _encode_sink(values: FloatArray) -> bytes:
     return reference.encode_int8_block(np.asarray(values, np.float32).reshape(-1, values.shape[-1]))
 
 
-def sink_values(stream: Bitstream, geometry: Geometry) -> F32:
-    """Return float32 [layer - 1, 2, SINK_TOKENS, head, dim] from a checked bitstream that starts a context.
-
-    Raises:
-        CorruptBitstream: a scale is negative or not finite.
-    """
-    data = stream.payload[: int(stream.offsets[1])].tobytes()
+def _decode_sink(data: memoryview, geometry: Geometry) -> F32:
     shape = (geometry.num_layers - 1, 2, SINK_TOKENS, geometry.num_kv_heads, geometry.head_dim)
     num_rows = int(np.prod(shape[:-1]))
-    if int(np.frombuffer(data, "<u2", num_rows).max(initial=0)) > 0x7BFF:
+    own = data[: _sink_bytes(geometry)].tobytes()
+    if len(own) < _sink_bytes(geometry):
+        raise CorruptBitstream("the sink's block is cut")
+    if int(np.frombuffer(own, "<u2", num_rows).max(initial=0)) > 0x7BFF:
         raise CorruptBitstream("the sink's block has a scale that no encoder writes")
-    return reference.decode_int8_block(data, num_rows, geometry.head_dim).reshape(shape)
+    return reference.decode_int8_block(own, num_rows, geometry.head_dim).reshape(shape)

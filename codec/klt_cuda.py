@@ -19,7 +19,7 @@ from codec.entropy import gather_blocks
 from codec.errors import CodecError, ShapeMismatch
 from codec.geometry import Rotary
 from codec.kernels.build import KERNELS
-from codec.klt import BLOCK_TOKENS, SINK_TOKENS, KltTransform, sink_values
+from codec.klt import BLOCK_TOKENS, SINK_TOKENS, KltTransform
 from codec.klt_plan import Group
 from codec.native import check_status
 
@@ -97,6 +97,7 @@ class CudaKlt:
             CorruptBitstream: blocks of another count or size than the profile makes.
         """
         cupy, plan, num_tokens = self._cupy, self._transform.plan, stream.num_tokens
+        sink, loud = self._transform.beside(stream)
         offsets = self._transform.check_blocks(stream)
         level = plan.levels[stream.level_index]
         coefficients = cupy.empty((level.num_components, num_tokens), cupy.float32)
@@ -132,11 +133,14 @@ class CudaKlt:
         self._scatter(rows0, 0, 1, turn, out)
         for index, group in enumerate(plan.groups):
             rows = self._rows(level.groups[index], group, index, coefficients, rows0)
+            if loud[index].tokens.size:
+                rows[cupy.asarray(loud[index].tokens)] = cupy.asarray(
+                    self._transform.weighted(loud[index].values, group)
+                )
             self._scatter(rows, group.first_layer, group.num_layers, turn, out)
-        if stream.token_start == 0:
-            values = sink_values(stream, self._transform.geometry)
+        if sink is not None:
             out[1:, :, :SINK_TOKENS] = cupy.asarray(
-                reference.to_half(values) if out.dtype == np.float16 else values
+                reference.to_half(sink) if out.dtype == np.float16 else sink
             )
         return status
 

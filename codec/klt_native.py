@@ -26,8 +26,7 @@ GROUP_DTYPE = np.dtype(
         ("class_table", "<u4"),
         ("start_activity", "<i4"),
         ("coefficients", "<u8"),
-        ("last_table", "<u4"),
-        ("reserved", "<u4"),
+        ("reserved", "<u8"),
     ]
 )
 

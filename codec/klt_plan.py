@@ -19,10 +19,21 @@ from codec.klt_native import COMPONENT_DTYPE, CONTEXTS, GROUP_DTYPE
 from codec.profile import Profile
 from codec.tables import TableSet
 
-__all__ = ["ACTIVITY_ONE", "NEUTRAL_CLASS", "NUM_CLASSES", "Group", "KltPlan", "LevelPlan"]
+__all__ = [
+    "ACTIVITY_ONE",
+    "LOUD_CLASS",
+    "NEUTRAL_CLASS",
+    "NUM_CLASSES",
+    "Group",
+    "KltPlan",
+    "LevelPlan",
+]
 
-NUM_CLASSES = 12
+NUM_CLASSES = 8
 NEUTRAL_CLASS = 2
+LOUD_CLASS = 5
+"""Tokens of this class are not transformed: in levels up to here, the transform's cut would be what they lose."""
+
 ACTIVITY_ONE = 1 << 12
 ACTIVITY_SHIFT = 4
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40  # keeps quotients and products normal floats
@@ -56,7 +67,7 @@ class Group:
     """float32 [feature + 1]: weights of the token's features and a constant: how loud a token is."""
 
     loudness_edges: F32
-    """float32 [class - 1], not descending: loudness at which the next class begins."""
+    """float32 [LOUD_CLASS], not descending: loudness at which the next class begins."""
 
     @property
     def num_rows(self) -> int:
@@ -91,6 +102,9 @@ class LevelPlan:
 
     components: npt.NDArray[np.void]
     """COMPONENT_DTYPE, all groups' one after the other."""
+
+    loud_bits: int
+    """Bits per number of tokens that are not transformed."""
 
     @property
     def num_components(self) -> int:
@@ -142,7 +156,13 @@ class KltPlan:
         indices = profile.level_indices()
         if sorted(indices) != list(range(len(steps))):
             raise CorruptBitstream(f"{len(indices)} levels, {len(steps)} steps")
-        levels = tuple(scales.level(groups, np.float32(step)) for step in steps)
+        loud_bits = profile.array("loud_bits", np.uint8, steps.shape)
+        if loud_bits.min() < 2 or loud_bits.max() > 8:
+            raise CorruptBitstream("loud tokens have 2 to 8 bits per number")
+        levels = tuple(
+            scales.level(groups, np.float32(step), int(bits))
+            for step, bits in zip(steps, loud_bits, strict=True)
+        )
         return cls(groups, np.ascontiguousarray(mean), np.ascontiguousarray(weight), tables, levels)
 
 
@@ -189,11 +209,11 @@ class _Scales:
         if np.any(tables.lows[by_class.stop :] != 0) or np.any(
             sizes[by_class.stop :] != NUM_CLASSES + 1
         ):
-            raise CorruptBitstream("a table of token classes has other values than 0 to 11")
+            raise CorruptBitstream("a table of token classes has other values than 0 to 7")
         cutoff = _positive(profile.array("cutoff", np.float32, (1,)), "cutoff")[0]
         return cls(edges, np.float32(cutoff), expected, ratios, tables)
 
-    def level(self, groups: tuple[Group, ...], step: np.float32) -> LevelPlan:
+    def level(self, groups: tuple[Group, ...], step: np.float32, loud_bits: int) -> LevelPlan:
         """Return the plan of a level."""
         rows = np.zeros(len(groups), GROUP_DTYPE)
         parts = []
@@ -213,10 +233,9 @@ class _Scales:
             rows[index]["num_components"] = kept
             rows[index]["class_table"] = (len(self.edges) + 1) * CONTEXTS + index
             rows[index]["start_activity"] = start
-            rows[index]["last_table"] = len(self.edges) * CONTEXTS
             parts.append(part)
             first += kept
-        return LevelPlan(step, rows, np.concatenate(parts))
+        return LevelPlan(step, rows, np.concatenate(parts), loud_bits)
 
     def _thresholds(self, expected: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.int64]:
         """int64 [component, context - 1]: the ratios times the activity of a token like all others."""
@@ -263,7 +282,7 @@ def _groups(profile: Profile) -> tuple[Group, ...]:
             np.float32,
             (int(size) * 2 * geometry.num_kv_heads + 1,),
         )
-        edges = profile.array(f"loudness_edges_{index}", np.float32, (NUM_CLASSES - 1,))
+        edges = profile.array(f"loudness_edges_{index}", np.float32, (LOUD_CLASS,))
         if not np.isfinite(sensitivity).all() or not np.all(np.diff(edges) >= 0):
             raise CorruptBitstream(f"the sensitivity of group {index} is not finite or in order")
         groups.append(

@@ -66,15 +66,17 @@ extern "C" __global__ void kv_klt_decode_blocks(
   for (uint32_t first = 0; first < place.tokens; first += lanes) {
     const bool active = lane < lanes && first + lane < place.tokens;
     int32_t activity = 0;
-    uint32_t token_class = 0;
     float scale = 0.0f;
     float* out = coefficients + group.coefficients + place.first + first + lane;
     for (int64_t c = -1; c < (int64_t)group.num_components; ++c) {  // -1: the tokens' classes
-      uint32_t table = group.class_table;
-      if (c >= 0)
-        table = kv_klt_table_of(&group, &components[group.first_component + c], token_class, activity);
-      const uint32_t escape = tables[table].num_symbols - 1u;
-      const int32_t low = tables[table].low;
+      uint32_t table = group.class_table, escape = KV_KLT_CLASSES;
+      int32_t low = 0;
+      if (c >= 0) {
+        const kv_klt_component& component = components[group.first_component + c];
+        table = component.first_table + kv_klt_context(&component, activity);
+        escape = component.escape;
+        low = component.low;
+      }
       uint32_t index_in_table = 0;
       int32_t value = 0;
       if (active) {
@@ -93,9 +95,9 @@ extern "C" __global__ void kv_klt_decode_blocks(
       }
       if (c < 0) {
         bad_class = bad_class || (active && (uint32_t)value >= KV_KLT_CLASSES);
-        token_class = (uint32_t)value < KV_KLT_CLASSES ? (uint32_t)value : 0u;
-        activity = kv_klt_start_activity(group.start_activity, token_class);
-        scale = step * kv_klt_class_scale(token_class);
+        value &= KV_KLT_CLASSES - 1;
+        activity = kv_klt_start_activity(group.start_activity, (uint32_t)value);
+        scale = step * kv_klt_class_scale((uint32_t)value);
       } else {
         if (active) out[c * s.num_tokens] = (float)value * scale;
         activity = kv_klt_next_activity(activity, value);
@@ -232,7 +234,7 @@ extern "C" __global__ void kv_klt_encode_blocks(
     int32_t activity = kv_klt_start_activity(group.start_activity, token_class);
     for (uint32_t c = 0; c < group.num_components; ++c) {
       const kv_klt_component& component = components[group.first_component + c];
-      mine[c * 32u] = (uint16_t)kv_klt_table_of(&group, &component, token_class, activity);
+      mine[c * 32u] = (uint16_t)(component.first_table + kv_klt_context(&component, activity));
       activity = kv_klt_next_activity(activity, active ? from[c * s.num_tokens] : 0);
     }
     for (int64_t c = (int64_t)group.num_components - 1; c >= -1; --c) {  // -1: the tokens' classes

@@ -11,11 +11,8 @@
 #include "rangecoder.h"
 
 #define KV_KLT_CONTEXTS 6
-#define KV_KLT_CLASSES 12    // a token's step is the level's step / 2^(class - KV_KLT_NEUTRAL_CLASS)
+#define KV_KLT_CLASSES 8     // a token's step is the level's step / 2^(class - KV_KLT_NEUTRAL_CLASS)
 #define KV_KLT_NEUTRAL_CLASS 2
-#define KV_KLT_LOUD_CLASS 5  // from here on symbols are so large that they need tables of their own
-#define KV_KLT_LOUD_CONTEXT 3
-#define KV_KLT_OCTAVE_TABLES 18  // tables from a scale class to the one of twice the deviation
 #define KV_KLT_MAGNITUDE_CAP 15
 #define KV_KLT_ACTIVITY_BITS 12  // fraction bits of the running mean
 #define KV_KLT_ACTIVITY_SHIFT 4  // the running mean forgets 1/16 with each component
@@ -33,11 +30,10 @@ static_assert(sizeof(kv_klt_component) == 32, "shared with NumPy");
 struct kv_klt_group {
   uint32_t first_component;  // among the level's components
   uint32_t num_components;   // may be 0: such a group's blocks are empty
-  uint32_t class_table;      // values 0..11; its escape never occurs
+  uint32_t class_table;      // values 0..7; its escape never occurs
   int32_t start_activity;    // of a token of the neutral class
   uint64_t coefficients;     // place of its coefficients [component][token] among the chunk's
-  uint32_t last_table;       // first table of the largest scale class
-  uint32_t reserved;
+  uint64_t reserved;
 };
 static_assert(sizeof(kv_klt_group) == 32, "shared with NumPy");
 
@@ -46,17 +42,6 @@ KV_FN uint32_t kv_klt_context(const kv_klt_component* component, int32_t activit
   for (uint32_t i = 0; i < KV_KLT_CONTEXTS - 1; ++i)
     context += activity > component->threshold[i] ? 1u : 0u;
   return context;
-}
-
-// Loud tokens are few: they pay for no contexts, only for the scale class that their step makes.
-KV_FN uint32_t kv_klt_table_of(const kv_klt_group* group, const kv_klt_component* component,
-                               uint32_t token_class, int32_t activity) {
-  if (token_class < KV_KLT_LOUD_CLASS)
-    return component->first_table + kv_klt_context(component, activity);
-  uint32_t table =
-      component->first_table + (token_class - KV_KLT_NEUTRAL_CLASS) * KV_KLT_OCTAVE_TABLES;
-  table = table > group->last_table ? group->last_table : table;
-  return table + KV_KLT_LOUD_CONTEXT;
 }
 
 KV_FN int32_t kv_klt_start_activity(int32_t neutral, uint32_t token_class) {
@@ -124,29 +109,6 @@ static void kv_klt_decode_step(kv_decoder* coder, const uint32_t* entries, const
   }
 }
 
-// The same, where lanes may differ in their tables' values.
-static void kv_klt_decode_mixed_step(kv_decoder* coder, const uint32_t* entries, const kv_table* tables,
-                                     const uint32_t* table_of, int32_t* values, uint32_t active) {
-  uint32_t escapes = 0;
-  for (uint32_t lane = 0; lane < active; ++lane) {
-    uint32_t state = coder->state[lane];
-    uint32_t entry = entries[table_of[lane] * KV_PROB_SCALE + kv_slot(state)];
-    state = kv_decode_advance(state, entry);
-    const kv_table* table = &tables[table_of[lane]];
-    uint32_t place = kv_entry_index(entry);
-    escapes |= place == table->num_symbols - 1u ? 1u << lane : 0u;
-    values[lane] = table->low + (int32_t)place;
-    if (kv_needs_word(state)) state = kv_take_word(state, kv_next_word(coder));
-    coder->state[lane] = state;
-  }
-  for (uint32_t lane = 0; escapes != 0; ++lane, escapes >>= 1) {
-    if (!(escapes & 1u)) continue;
-    uint32_t state = coder->state[lane];
-    values[lane] = (int32_t)(int16_t)(state & 0xffffu);
-    coder->state[lane] = kv_take_word(state >> 16, kv_next_word(coder));
-  }
-}
-
 // Decodes a block into dequantized coefficients [component][stride], from this block's first token on.
 static int kv_klt_decode_block(const kv_klt_group* group, const kv_klt_component* components,
                                const kv_table* tables, const uint32_t* entries, const uint16_t* block,
@@ -168,27 +130,18 @@ static int kv_klt_decode_block(const kv_klt_group* group, const kv_klt_component
       first_slot[lane] = group->class_table * KV_PROB_SCALE;
     kv_klt_decode_step(&coder, entries, first_slot, class_table->num_symbols - 1u, class_table->low,
                        values, active);
-    uint32_t classes[KV_MAX_LANES], any_loud = 0;
     for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane) {
       if ((uint32_t)values[lane] >= KV_KLT_CLASSES) return KV_BAD_CLASS;
-      classes[lane] = (uint32_t)values[lane];
-      any_loud |= classes[lane] >= KV_KLT_LOUD_CLASS;
       activity[lane] = kv_klt_start_activity(group->start_activity, (uint32_t)values[lane]);
       scale[lane] = step * kv_klt_class_scale((uint32_t)values[lane]);
     }
     for (uint32_t c = 0; c < group->num_components; ++c) {
       const kv_klt_component* component = &components[c];
-      if (any_loud) {
-        for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane)
-          first_slot[lane] = kv_klt_table_of(group, component, classes[lane], activity[lane]);
-        kv_klt_decode_mixed_step(&coder, entries, tables, first_slot, values, active);
-      } else {
-        const uint32_t base = component->first_table;
-        for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane)
-          first_slot[lane] = (base + kv_klt_context(component, activity[lane])) * KV_PROB_SCALE;
-        kv_klt_decode_step(&coder, entries, first_slot, component->escape, component->low, values,
-                           active);
-      }
+      const uint32_t base = component->first_table;
+      for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane)
+        first_slot[lane] = (base + kv_klt_context(component, activity[lane])) * KV_PROB_SCALE;
+      kv_klt_decode_step(&coder, entries, first_slot, component->escape, component->low, values,
+                         active);
       float* row = coefficients + c * stride + first;
       if (active == KV_MAX_LANES) {
         for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane) {
@@ -253,7 +206,7 @@ static uint16_t* kv_klt_encode_block(const kv_klt_group* group, const kv_klt_com
       const int16_t* row = values + c * stride + first;
       for (uint32_t lane = 0; lane < active; ++lane) {
         table_of[c * KV_MAX_LANES + lane] =
-            (uint16_t)kv_klt_table_of(group, &components[c], classes[first + lane], activity[lane]);
+            (uint16_t)(components[c].first_table + kv_klt_context(&components[c], activity[lane]));
         activity[lane] = kv_klt_next_activity(activity[lane], row[lane]);
       }
     }

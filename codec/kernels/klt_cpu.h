@@ -180,7 +180,7 @@ KV_EXPORT int kv_klt_count(const kv_klt_chunk* chunk, const int16_t* symbols, co
     for (uint32_t c = 0; c < group->num_components; ++c) {
       const int16_t* row = symbols + group->coefficients + (int64_t)c * chunk->num_tokens;
       for (int64_t t = 0; t < chunk->num_tokens; ++t) {
-        uint32_t table = kv_klt_table_of(group, &components[c], token_class[t], activity[t]);
+        uint32_t table = components[c].first_table + kv_klt_context(&components[c], activity[t]);
         int32_t place = row[t] + 127;
         counts[(int64_t)table * 256 + (place >= 0 && place < 255 ? place : 255)] += 1;
         activity[t] = kv_klt_next_activity(activity[t], row[t]);

@@ -19,7 +19,8 @@ from codec import (
     max_encoded_bytes,
 )
 from codec.klt import BLOCK_TOKENS, KltTransform, token_classes, token_features
-from codec.klt_plan import NEUTRAL_CLASS, NUM_CLASSES
+from codec.klt_loud import LoudTokens, pack_loud, parse_loud
+from codec.klt_plan import LOUD_CLASS, NEUTRAL_CLASS, NUM_CLASSES
 from codec.levels import LevelSet
 from tests.codec.klt_builders import (
     GEOMETRY,
@@ -129,12 +130,12 @@ def test_louder_tokens_get_higher_classes() -> None:
     heads = 2 * group.num_layers * GEOMETRY.num_kv_heads
     loudness = np.zeros(heads + 1, np.float32)
     loudness[0] = 1
-    edges = np.arange(NUM_CLASSES - 1, dtype=np.float32) - np.float32(0.5)
+    edges = np.arange(LOUD_CLASS, dtype=np.float32) - np.float32(0.5)
     judged = replace(group, sensitivity=loudness, loudness_edges=edges)
     rows = np.ones((20, group.num_rows), np.float32)
     rows[:, : group.num_rows // heads] *= np.exp2(np.arange(20) / 2)[:, None]
     classes = token_classes(token_features(rows, heads), judged)
-    assert classes.tolist() == [min(1 + n, NUM_CLASSES - 1) for n in range(20)]
+    assert classes.tolist() == [min(1 + n, LOUD_CLASS) for n in range(20)]
 
 
 def test_tokens_of_every_class_come_back() -> None:
@@ -251,3 +252,47 @@ def test_layer0_of_another_shape_is_refused() -> None:
     for wrong in wrongs:
         with pytest.raises(ShapeMismatch):
             codec.decode(data, layer0=wrong)
+
+
+def test_loud_tokens_come_back_within_their_scale() -> None:
+    rng = np.random.default_rng(2)
+    for bits in (2, 5, 8):
+        values = rng.normal(size=(3, 4, 6)).astype(np.float32) * 50
+        values[1, 2] = 0
+        data = pack_loud(LoudTokens(np.asarray([0, 7, 11]), values), bits)
+        found, used = parse_loud(memoryview(data + b"rest"), 12, 4, 6, bits)
+        assert used == len(data)
+        assert used % 2 == 0
+        assert found.tokens.tolist() == [0, 7, 11]
+        unit = np.abs(values).max(axis=2, keepdims=True) / (2 ** (bits - 1) - 1)
+        assert np.all(np.abs(found.values - values) <= 0.51 * unit)
+        for length in range(len(data) - 1):
+            with pytest.raises(CorruptBitstream):
+                parse_loud(memoryview(data[:length]), 12, 4, 6, bits)
+        with pytest.raises(CorruptBitstream):
+            parse_loud(memoryview(data), 11, 4, 6, bits)
+
+
+def test_a_loud_token_is_coded_beside_the_transform() -> None:
+    codec = make_codec()
+    transform = codec._transforms[LevelSet.KLT]
+    assert isinstance(transform, KltTransform)
+    kv, layer0 = _chunk(100, 50)
+    quiet = codec.encode(kv, level="klt:5", token_start=50, layer0=layer0)
+    group = transform.plan.groups[0]
+    position = transform._position(kv, 50, layer0)
+    rows = transform._gather(kv, group.first_layer, group.num_layers, position)
+    loudness = token_features(rows, transform._pieces(group)) @ group.sensitivity
+    edges = np.full(LOUD_CLASS, np.sort(loudness)[-4], np.float32)
+    object.__setattr__(group, "loudness_edges", edges)
+    try:
+        loud = codec.encode(kv, level="klt:5", token_start=50, layer0=layer0)
+        decoded = codec.decode(loud, layer0=layer0, dtype=np.float32).kv
+    finally:
+        make_profile.cache_clear()
+    assert len(loud) > len(quiet)
+    tokens = np.flatnonzero(loudness >= edges[0])
+    assert len(tokens) == 4
+    part = slice(group.first_layer, group.first_layer + group.num_layers)
+    unit = np.abs(make_plain(100, seed=5)[part][:, :, tokens]).max() / (2**4 - 1)
+    assert float(np.abs(decoded[part][:, :, tokens] - kv[part][:, :, tokens]).max()) <= unit
