@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(sys.argv[1:] if argv is None else argv, os.environ)
         # Imported late: a bad setting is told at once, not after torch has loaded.
-        from edge_agent.agent import run
+        from edge_agent.program import run
 
         run(config)
     except AgentError as error:

@@ -10,113 +10,44 @@ block: call them from an executor. Must not know: HTTP, wire, engine.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import sqlite3
 import threading
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import numpy as np
 from blake3 import blake3
 
-from edge_agent.chunk_files import ChunkFiles, FileOps, map_disk_errors
+from edge_agent.chunk_files import ChunkFiles, FileOps
 from edge_agent.errors import (
     ContextConflict,
     CorruptChunk,
     StoreFull,
     StoreIOError,
-    StoreLocked,
-    StoreVersionError,
     UnknownContext,
 )
 from edge_agent.keys import ChunkSpan, text_digest
+from edge_agent.store_index import lock_folder, map_sqlite_errors, open_index
+from edge_agent.store_records import (
+    ContextInfo,
+    StoredContext,
+    StoreUsage,
+    is_prefix_text,
+    is_same_content,
+)
 
-SCHEMA_VERSION = 1
-"""Version of the index; another one is refused, never guessed at."""
-
-_SCHEMA = """
-CREATE TABLE chunks (
-  key BLOB NOT NULL, level TEXT NOT NULL, num_bytes INTEGER NOT NULL, digest BLOB NOT NULL,
-  PRIMARY KEY (key, level)
-) WITHOUT ROWID;
-CREATE TABLE contexts (
-  context_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, model_digest BLOB NOT NULL,
-  profile_digest BLOB NOT NULL, text_digest BLOB NOT NULL, text_chars INTEGER NOT NULL,
-  token_ids BLOB NOT NULL, created_at REAL NOT NULL, last_use INTEGER NOT NULL
-);
-CREATE TABLE context_chunks (
-  context_id TEXT NOT NULL REFERENCES contexts ON DELETE CASCADE, position INTEGER NOT NULL,
-  token_start INTEGER NOT NULL, token_stop INTEGER NOT NULL, key BLOB NOT NULL,
-  PRIMARY KEY (context_id, position)
-) WITHOUT ROWID;
-CREATE INDEX context_chunks_by_key ON context_chunks (key);
-CREATE INDEX contexts_by_text ON contexts (text_chars, text_digest);
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredContext:
-    """One context as the index knows it."""
-
-    context_id: str
-    """Name that clients use."""
-    tenant: str
-    """Owner; part of each chunk's key."""
-    model_digest: bytes
-    """Identity of the model whose KV cache this is, 32 bytes."""
-    profile_digest: bytes
-    """Digest of the profile set that the chunks were encoded with, 32 bytes."""
-    text_digest: bytes
-    """Digest of the context's text, 32 bytes."""
-    text_chars: int
-    """Length of the context's text. Unit: characters."""
-    token_ids: tuple[int, ...]
-    """All tokens from position 0."""
-    spans: tuple[ChunkSpan, ...]
-    """Chunks in order."""
-    created_at: float
-    """Wall-clock time of the ingest, for display. Unit: seconds since 1970."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class ContextInfo:
-    """What a listing shows of one context, without its tokens."""
-
-    context_id: str
-    """Name that clients use."""
-    model_digest: bytes
-    """Identity of the model, 32 bytes."""
-    num_tokens: int
-    """Tokens of the context."""
-    num_chunks: int
-    """Chunks that it is cut into."""
-    bytes_by_level: dict[str, int]
-    """Stored bytes per level; chunks shared with other contexts count in each."""
-    created_at: float
-    """Wall-clock time of the ingest. Unit: seconds since 1970."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreUsage:
-    """What the store holds."""
-
-    num_bytes: int
-    """Bytes of chunk files."""
-    num_contexts: int
-    """Contexts that can be asked about."""
-    num_evicted: int
-    """Contexts evicted since this process opened the store."""
-    num_corrupt: int
-    """Chunk files dropped as unusable since this process opened the store."""
+__all__ = [
+    "ContextInfo",
+    "ContextStore",
+    "Ingest",
+    "StoreUsage",
+    "StoredContext",
+    "is_prefix_text",
+    "is_same_content",
+]
 
 
 class ContextStore:
@@ -158,10 +89,10 @@ class ContextStore:
         self._num_evicted = 0
         self._num_corrupt = 0
         self._files = ChunkFiles(self._root, ops or FileOps())
-        self._lock_file = _lock_folder(self._root)
+        self._lock_file = lock_folder(self._root)
         try:
-            self._db = _open_index(self._root / "index.sqlite3")
-            with _map_sqlite_errors():
+            self._db = open_index(self._root / "index.sqlite3")
+            with map_sqlite_errors():
                 self.num_repaired = self._repair()
                 self._num_bytes = self._count_bytes()
                 row = self._db.execute("SELECT coalesce(max(last_use), 0) FROM contexts").fetchone()
@@ -486,12 +417,12 @@ class ContextStore:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        with self._lock, _map_sqlite_errors():
+        with self._lock, map_sqlite_errors():
             yield
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        with self._lock, _map_sqlite_errors():
+        with self._lock, map_sqlite_errors():
             try:
                 # One transaction; sqlite3's own context manager commits it or rolls it back.
                 with self._db:
@@ -551,70 +482,3 @@ class Ingest:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def is_prefix_text(context: StoredContext, text: str) -> bool:
-    """Tell whether a text starts with the whole text of a context."""
-    return (
-        len(text) >= context.text_chars
-        and text_digest(text[: context.text_chars]) == context.text_digest
-    )
-
-
-def is_same_content(left: StoredContext, right: StoredContext) -> bool:
-    """Tell whether two contexts are the same text under the same model and tenant."""
-    return (left.tenant, left.model_digest, left.token_ids) == (
-        right.tenant,
-        right.model_digest,
-        right.token_ids,
-    )
-
-
-def _lock_folder(root: Path) -> IO[bytes]:
-    with map_disk_errors(f"open {root}"):
-        lock_file = (root / "lock").open("wb")
-    try:
-        # The kernel drops this lock when the process ends, however it ends.
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock_file.close()
-        raise StoreLocked(f"the context store {root} is open in another process") from error
-    return lock_file
-
-
-def _open_index(path: Path) -> sqlite3.Connection:
-    with _map_sqlite_errors():
-        db = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
-        try:
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            has_tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] > 0
-            if version != SCHEMA_VERSION and (version or has_tables):
-                raise StoreVersionError(
-                    f"the context store {path.parent} has schema version {version}, this program"
-                    f" reads version {SCHEMA_VERSION}: move the folder away or run the matching release"
-                )
-            db.execute("PRAGMA journal_mode = WAL")
-            # FULL: a context that was reported as stored survives a power cut.
-            db.execute("PRAGMA synchronous = FULL")
-            db.execute("PRAGMA foreign_keys = ON")
-            if not has_tables:
-                # One script, one transaction: a kill in the middle leaves an empty file.
-                db.executescript(
-                    f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-                )
-        except BaseException:
-            db.close()
-            raise
-    return db
-
-
-@contextlib.contextmanager
-def _map_sqlite_errors() -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        # Errors of the Python module itself carry no code.
-        code = getattr(error, "sqlite_errorcode", 0)
-        if code & 0xFF == sqlite3.SQLITE_FULL:
-            raise StoreFull("the context store's index has no room: the disk is full") from error
-        raise StoreIOError(f"the context store's index failed: {error}") from error
