@@ -39,6 +39,9 @@ from planner.samples import Estimator
 
 DEFAULT_TARGET: Final = 0.95
 """P(TTFT <= deadline) that is promised where it can be."""
+FIRST_TARGET: Final = 0.65
+"""Probability kept by the first chunk's level. Sent at its smallest, one chunk of eight would lose as much
+as the whole rest; given up after 0.2 s, it costs 0.2 s."""
 LIKELY: Final = 0.5
 """Probability at which levels are chosen; the promise is kept by the limit on the next chunk."""
 LOWEST_PROMISE: Final = 0.1
@@ -52,6 +55,11 @@ TEXT_LEAD_S: Final = 0.2
 a full window ahead of it (wire.md: 87-108 ms), doubled. Any earlier would fix the border too early."""
 MAX_TEXT_AHEAD: Final = 2
 """Text chunks told to the worker and not yet done, however slow it turns out to be."""
+ABANDON_BELOW: Final = 0.8
+"""Going coarser: only when the deadline would be met with less probability than this. Above, it pays to
+wait for what the next acknowledgements say."""
+ABANDON_FIRST_BELOW: Final = 0.6
+"""The same for the first chunk sent, while little is known: its estimate still moves the most."""
 ABANDON_SAVES: Final = 0.15
 """Going coarser: only for a level with this share fewer bytes than are still to go ..."""
 ABANDON_GAINS: Final = 0.03
@@ -68,6 +76,8 @@ class AdaptiveConfig:
 
     target: float = DEFAULT_TARGET
     """P(TTFT <= deadline) to hold."""
+    first_target: float = FIRST_TARGET
+    """The same for the first chunk sent, which can still be given up once the link has shown itself."""
     likely: float = LIKELY
     """Probability at which levels are chosen."""
     fastest_with_loss_per_token: float | None = None
@@ -118,7 +128,8 @@ class AdaptivePolicy:
         if estimator.curve(LIKELY, now=now) is None:
             feed = feed and (text_that_fits(request) > 0 or not missing[0].options.levels)
             return self._blind(state, missing, feed, link_is_free, estimator, now)
-        plan, promised = self._plan(request, estimator, now)
+        is_first = not any(c.choice is not None and not c.choice.is_text for c in state.chunks)
+        plan, promised = self._plan(request, estimator, now, is_first=is_first)
         if plan.num_text > 0 and feed:
             chunk, choice = missing[0], missing[0].options.text
             assert choice is not None
@@ -186,14 +197,23 @@ class AdaptivePolicy:
             decoder_free_s=worker.queue_delay_s,
         )
 
-    def _plan(self, request: PlanRequest, estimator: Estimator, now: float) -> tuple[Plan, float]:
-        """Return the plan and the probability with which its deadline can be promised."""
+    def _plan(
+        self, request: PlanRequest, estimator: Estimator, now: float, *, is_first: bool = False
+    ) -> tuple[Plan, float]:
+        """Return the plan and the probability with which its deadline can be promised.
+
+        ``is_first``: no level was chosen in this transfer yet.
+        """
         cap = self.config.fastest_with_loss_per_token
         if cap is not None:
             curve = self._curve(estimator, self.config.likely, now)
             plan = finish_first(request, curve, max_loss_per_token=cap)
             return plan, self.config.target if plan.finish_s <= request.budget_s else 0.0
         promised, room = self._promise(request, estimator, now)
+        if is_first:
+            # The chunk that shows the link can be given up as soon as it has.
+            curve = self._curve(estimator, self.config.first_target, now)
+            room = max(room, room_for_first(request, curve))
         if promised > 0.0:
             likely = min(self.config.likely, promised)
             curve = self._curve(estimator, likely, now)
@@ -245,7 +265,9 @@ class AdaptivePolicy:
         request = self._request(state, [c.options for c in missing])
         stay, _ = self._promise(request, estimator, now)
         unsent = _unsent(victim)
-        if stay < self.config.target:
+        num_sent = sum(c.choice is not None and not c.choice.is_text for c in state.chunks)
+        bar = ABANDON_FIRST_BELOW if num_sent == 1 else ABANDON_BELOW
+        if stay < min(self.config.target, bar):
             coarser = [
                 c
                 for c in victim.options.levels
@@ -262,9 +284,9 @@ class AdaptivePolicy:
                 return None
             plan, _ = self._plan(changed, estimator, now)
             reason = Reason.ABANDON_TOO_SLOW
+        elif stay < self.config.target or victim.epoch > 0 or not missing:
+            return None
         else:
-            if victim.epoch > 0 or not missing:
-                return None
             again = tuple(sorted((*missing, victim), key=lambda c: c.options.index))
             if again[-1] is not victim:
                 return None
