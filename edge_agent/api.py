@@ -20,7 +20,9 @@ MAX_STOP_STRINGS = 4
 MAX_MESSAGES = 10_000
 _CONTEXT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_KVTIDE_KEYS = frozenset({"context_id", "policy", "estimator", "deadline_s", "evaluate", "trace"})
+_KVTIDE_KEYS = frozenset(
+    {"context_id", "policy", "estimator", "deadline_s", "strict", "evaluate", "trace"}
+)
 _CONTEXT_KEYS = frozenset({"id", "text", "levels"})
 
 # OpenAI fields that change the answer and that this API does not do: refused, not ignored.
@@ -62,6 +64,8 @@ class ChatRequest:
     policy: str | None
     estimator: str | None
     deadline_s: float | None
+    strict: bool
+    """Refuse at once when the deadline cannot be met."""
     evaluate: bool
     trace: bool
 
@@ -139,6 +143,7 @@ def parse_chat(body: object) -> ChatRequest:
         deadline_s=None
         if extra.get("deadline_s") is None
         else _number(extra, "deadline_s", low=0.001, high=86400.0, default=0.0),
+        strict=_flag(extra, "strict"),
         evaluate=_flag(extra, "evaluate"),
         trace=_flag(extra, "trace"),
     )

@@ -50,6 +50,8 @@ class AnswerRequest:
     """Monotonic. Unit: seconds."""
     give_up_at: float
     """Monotonic time at which the request fails. Unit: seconds."""
+    strict: bool = False
+    """Refuse at once when the deadline cannot be met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,7 @@ class ChatService:
             policy=chat.policy or self._config.policy,
             estimator=chat.estimator or self._config.estimator,
             deadline_s=chat.deadline_s or self._config.deadline_s,
+            strict=chat.strict,
             evaluate=chat.evaluate,
             arrived_at=arrived_at,
             give_up_at=arrived_at + self._config.request_timeout_s,

@@ -6,6 +6,7 @@ The message is one sentence that names the thing. ``http.py`` turns these into r
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 
@@ -18,7 +19,7 @@ class AgentError(Exception):
     """Stable machine-readable code, listed in docs/errors.md."""
     error_type: ClassVar[str] = "server_error"
     """OpenAI's coarse class: invalid_request_error or server_error."""
-    retry_after_s: ClassVar[int] = 0
+    retry_after_s: int = 0
     """Value of Retry-After where trying again may help, else 0. Unit: seconds."""
 
 
@@ -119,6 +120,18 @@ class NoWorker(AgentError):
     http_status = 503
     code = "no_worker"
     retry_after_s = 2
+
+
+class DeadlineRefused(AgentError):
+    """The caller asked for its deadline or nothing, and the deadline cannot be met."""
+
+    http_status = 503
+    code = "deadline_refused"
+    retry_after_s = 1
+
+    def __init__(self, sentence: str, retry_after_s: float) -> None:
+        super().__init__(sentence)
+        self.retry_after_s = math.ceil(retry_after_s)
 
 
 class WorkerRefused(AgentError):

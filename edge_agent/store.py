@@ -114,6 +114,11 @@ class ContextStore:
 
     # Reading
 
+    @property
+    def root(self) -> Path:
+        """Folder of the store."""
+        return self._root
+
     def usage(self) -> StoreUsage:
         with self._reading():
             row = self._db.execute("SELECT count(*) FROM contexts").fetchone()

@@ -15,8 +15,9 @@ from concurrent.futures import Executor
 from typing import Protocol, runtime_checkable
 
 from edge_agent.chat import AnswerRequest
-from edge_agent.errors import BadRequest, CorruptChunk, WorkerLost
+from edge_agent.errors import BadRequest, CorruptChunk, DeadlineRefused, WorkerLost
 from edge_agent.planning import Plan, TrackedChunk, decision_json
+from edge_agent.sharing import UplinkShares
 from edge_agent.store import ContextStore
 from edge_agent.threads import run_in
 from edge_agent.timeline import Timeline
@@ -112,6 +113,7 @@ class SessionLoop:
         disk: Executor,
         metrics: MetricSet,
         on_token: Callable[[int], bool],
+        shares: UplinkShares,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over a session that a worker has accepted.
@@ -129,6 +131,7 @@ class SessionLoop:
             disk: threads for reading them.
             metrics: the agent's metrics.
             on_token: called with each answer token; False ends the answer.
+            shares: the sessions that share this uplink.
             clock: monotonic seconds.
         """
         self._session = session
@@ -143,6 +146,7 @@ class SessionLoop:
         self._disk = disk
         self._metrics = metrics
         self._on_token = on_token
+        self._shares = shares
         self._clock = clock
         self._loading: asyncio.Task[None] | None = None
         self._has_news = False
@@ -163,8 +167,18 @@ class SessionLoop:
             WorkerSilent: the worker is gone; what it had is lost, nothing was answered yet.
             WorkerLost: the worker failed, or went silent after its first token.
             BadRequest: the policy cannot work with what is stored.
+            DeadlineRefused: the deadline was asked for or nothing, and it cannot be met.
         """
         session, request = self._session, self._request
+        try:
+            now = self._clock()
+            state = self._plan.state(bytes_in_flight=0, now=now)
+            self._shares.enter(
+                request.session, session, state, self._estimator, is_strict=request.strict, now=now
+            )
+        except DeadlineRefused:
+            await self._close("the deadline cannot be met")
+            raise
         session.ask(
             Ask(
                 max_tokens=request.max_tokens,
@@ -193,6 +207,7 @@ class SessionLoop:
             reason = "the client is gone"
             raise
         finally:
+            self._shares.leave(request.session)
             self._estimator.on_end(now=self._clock())
             if self._loading is not None:
                 self._loading.cancel()
@@ -362,6 +377,7 @@ class SessionLoop:
         while self._loading is None:
             wants_chunk = session.wants_chunk or self._is_nearly_sent()
             state = self._plan.state(bytes_in_flight=session.bytes_in_flight, now=now)
+            self._shares.update(self._request.session, state, now=now)
             decision = self._decide(state, now, wants_chunk=wants_chunk)
             if decision is None:
                 return

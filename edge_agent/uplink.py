@@ -28,6 +28,7 @@ from edge_agent.errors import (
 from edge_agent.keys import chunk_spans, profile_set_digest
 from edge_agent.model import EdgeModel
 from edge_agent.planning import Plan, build_plan
+from edge_agent.sharing import UplinkShares
 from edge_agent.store import ContextStore, StoredContext
 from edge_agent.threads import run_in
 from edge_agent.timeline import ChunkRecord, Timeline
@@ -83,7 +84,8 @@ class Uplink:
         self._metrics = metrics
         self._disk = disk
         self._clock = clock
-        self._history = UplinkHistory(config.store_dir)
+        self._history = UplinkHistory(store.root)
+        self._shares = UplinkShares()
         self._model: EdgeModel | None = None
         self._profile_digest = b""
         self._level_loss: dict[str, float | None] = {}
@@ -202,6 +204,7 @@ class Uplink:
             disk=self._disk,
             metrics=self._metrics,
             on_token=on_token,
+            shares=self._shares,
             clock=self._clock,
         )
         try:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from planner.curve import DeliveryCurve
+from planner.model import Stage, TransferState
 
 INGEST_SHARE: Final = 0.05
 """Share of the window for background ingest while requests are waiting: slow, never starved."""
@@ -174,3 +175,42 @@ def _needed_share(demand: Demand, bytes_per_s: float) -> float:
 
 def _refuse(refusal: Refusal, sentence: str, retry_after_s: float) -> Admission:
     return Admission(refusal, sentence, max(MIN_RETRY_S, retry_after_s))
+
+
+def demand_of(request_id: str, state: TransferState) -> Demand:
+    """Say what a transfer still needs.
+
+    Text from the front as far as its deadline lets the engine; of the rest, the smallest level at least
+    and the middle one if it may.
+    ``engine_s`` counts only what cannot be avoided: the question. Text chunks are prefilled because the
+    engine is there, and give way.
+    """
+    worker = state.worker
+    budget_s = state.remaining_s - worker.tail_prefill_s
+    engine_s = worker.queue_delay_s + worker.prefill_busy_s
+    num_bytes = least = float(state.bytes_in_flight)
+    is_front = True
+    for chunk in state.chunks:
+        if chunk.stage in (Stage.READY, Stage.ARRIVED):
+            continue
+        if chunk.choice is not None:
+            unsent = max(0, chunk.choice.num_bytes - chunk.bytes_sent)
+            num_bytes, least = num_bytes + unsent, least + unsent
+            engine_s += chunk.choice.prefill_s
+            continue
+        text = chunk.options.text
+        if text is not None and is_front and engine_s + text.prefill_s <= budget_s:
+            engine_s += text.prefill_s
+            continue
+        is_front = False
+        sizes = sorted(choice.num_bytes for choice in chunk.options.levels)
+        if sizes:
+            least += sizes[0]
+            num_bytes += sizes[len(sizes) // 2]
+    return Demand(
+        request_id,
+        deadline_s=budget_s,
+        num_bytes=num_bytes,
+        engine_s=worker.tail_prefill_s,
+        min_bytes=least,
+    )
