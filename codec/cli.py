@@ -42,6 +42,9 @@ CONTINUATION_TOKENS = 256
 FEW_TOKENS = 12_000
 FEW_TEXTS = 3
 
+MACHINE_TEXTS = Path("machine")
+"""Stands for the built-in texts among --text, for level set klt."""
+
 Progress = Any  # tqdm has stubs, but its class is generic over what it iterates
 
 
@@ -79,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         default=[],
-        help="files and folders to calibrate on; default: texts that every Python installation has",
+        help="files and folders to calibrate on; default: texts that every Python installation has, which "
+        "`machine` stands for when building klt",
     )
     profile.add_argument(
         "--held-out", nargs="+", type=Path, default=[], help="files and folders to measure on"
@@ -346,7 +350,9 @@ def _build_klt(engine: TorchEngine, arguments: argparse.Namespace) -> Profile:
 
     from engine import load_engine
 
-    texts = read_texts(arguments.text) if arguments.text else machine_texts(held_out=False)
+    texts: list[CalibrationText] = []
+    for path in arguments.text or [MACHINE_TEXTS]:
+        texts += machine_texts(held_out=False) if path == MACHINE_TEXTS else read_texts([path])
     held_out = (
         read_texts(arguments.held_out) if arguments.held_out else machine_texts(held_out=True)
     )

@@ -11,6 +11,17 @@ from codec import Codec, Geometry, Profile, Rotary
 from codec.calibrate_klt import Context, KltCalibration
 from tests.codec.builders import MODEL_DIGEST
 
+__all__ = [
+    "GEOMETRY",
+    "MODEL_DIGEST",
+    "STEPS",
+    "make_codec",
+    "make_plain",
+    "make_profile",
+    "make_rotary",
+    "rotated",
+]
+
 GEOMETRY = Geometry(num_layers=4, num_kv_heads=2, head_dim=8)
 STEPS = tuple(0.02 * 3 ** (k / 2) for k in range(6))
 F32 = npt.NDArray[np.float32]
