@@ -380,11 +380,13 @@ def finish_first(
 
 
 def _smallest(chunk: ChunkOptions, max_loss_per_token: float) -> Choice | None:
-    """The level with the fewest bytes among those that lose no more than allowed."""
+    """The level with the fewest bytes among those that lose no more than allowed, else the finest."""
     levels = chunk.levels
     measured = [c for c in levels if math.isfinite(c.loss)]
     allowed = [c for c in measured if c.loss <= max_loss_per_token * chunk.num_tokens]
-    return min(allowed or measured or levels, key=lambda c: (c.num_bytes, c.loss), default=None)
+    if measured and not allowed:
+        return min(measured, key=lambda c: (c.loss, c.num_bytes))
+    return min(allowed or levels, key=lambda c: (c.num_bytes, c.loss), default=None)
 
 
 def _smallest_bytes(chunk: ChunkOptions) -> int:

@@ -13,9 +13,9 @@ from planner.policies import CachegenPolicy, FixedPolicy, Policy, TextPolicy
 from planner.samples import Estimator
 from planner.site import SiteModel
 
-FASTEST_LOSS_PER_TOKEN = 0.02
+FASTEST_LOSS_PER_TOKEN = 0.04
 """`kvtide-fastest` takes no level that loses more, where there is another. Unit: KL per token, nats.
-It lets through all but the coarsest of the levels measured so far (0.002, 0.005, 0.017, 0.038)."""
+It lets through the levels measured so far that are of use: klt:0-3 (0.002 to 0.038), cachegen:0-2."""
 _FIXED_PREFIX = "fixed:"
 
 _POLICIES: dict[str, Callable[[], Policy]] = {

@@ -246,6 +246,7 @@ def test_fastest_keeps_to_the_loss_allowed() -> None:
     curve = DeliveryCurve.straight(10.0)
     assert finish_first(asked, curve).levels[0].name == "level:1"
     assert finish_first(asked, curve, max_loss_per_token=0.5).levels[0].name == "level:0"
+    assert finish_first(asked, curve, max_loss_per_token=0.0).levels[0].name == "level:0"
 
 
 def test_the_grid_depends_on_the_chunks_alone() -> None:
