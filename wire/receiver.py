@@ -51,6 +51,8 @@ from wire.subjects import check_inbox, check_name
 from wire.transfer import ACK, DIGEST_BYTES, ReceiveTransfer
 
 MAX_PART = 15
+MAX_COMPLETE_EPOCHS = 64
+"""Epochs of one chunk that may arrive whole before an abort settles their credit."""
 
 
 def parse_open(data: bytes) -> tuple[Open, tuple[int, ...], bytes]:
@@ -120,6 +122,8 @@ class ReceiverSession:
         self._least_epoch: dict[tuple[int, int], int] = {}
         self._taken_bytes: dict[tuple[int, int, int], int] = {}
         """Whole bitstreams that the shell has and did not give back."""
+        self._complete_epochs: dict[tuple[int, int], set[int]] = {}
+        """Epochs whose credit comes back with ``consumed``, so not with an abort that comes late."""
         self._held_bytes = 0
         self._freed_bytes = 0
         self._is_abandoned = False
@@ -372,6 +376,10 @@ class ReceiverSession:
 
     def _complete(self, frame: Frame, transfer: ReceiveTransfer, now: float) -> None:
         total = transfer.descriptor.total_bytes
+        epochs = self._complete_epochs.setdefault((frame.chunk, frame.part), set())
+        if len(epochs) >= MAX_COMPLETE_EPOCHS:
+            raise RemoteProtocolError(f"chunk {frame.chunk} was sent whole {len(epochs)} times")
+        epochs.add(frame.epoch)
         payload = transfer.take()
         self._taken_bytes[frame.chunk, frame.part, frame.epoch] = total
         if payload is None:
@@ -449,11 +457,15 @@ class ReceiverSession:
 
     def _on_abort(self, abort: Abort) -> None:
         key = abort.chunk, abort.part
-        epoch, transfer = self._transfers.get(key, (-1, None))
-        if epoch == abort.epoch and transfer is not None and transfer.is_complete:
-            # It overtook the abort: it was handed up, and ``consumed`` frees it.
+        epochs = self._complete_epochs.get(key, set())
+        was_complete = abort.epoch in epochs
+        # Aborts keep their order: one of an earlier epoch cannot follow.
+        epochs.difference_update([epoch for epoch in epochs if epoch <= abort.epoch])
+        if was_complete:
+            # It overtook the abort: it was handed up, and ``consumed`` frees it, even when a newer epoch
+            # has begun since.
             return
         self._least_epoch[key] = max(abort.epoch + 1, self._least_epoch.get(key, 0))
-        if epoch == abort.epoch:
+        if self._transfers.get(key, (-1, None))[0] == abort.epoch:
             self._drop(key)
         self._free(abort.sent_bytes)

@@ -174,6 +174,11 @@ class SenderSession:
         """Sent and not acknowledged."""
         return self.meter.in_flight_bytes
 
+    @property
+    def credit_bytes(self) -> int:
+        """First-time bytes that the worker would still take."""
+        return self._credit_limit - self._first_time_bytes
+
     def oldest_age_s(self, *, now: float) -> float:
         """Age of the oldest unacknowledged segment; 0 when none is in flight."""
         return now - min((entry.mark.sent_at_s for entry in self._in_flight()), default=now)

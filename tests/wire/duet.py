@@ -42,6 +42,7 @@ class Duet:
     segment_bytes: int = 1000
     max_chunk_bytes: int = 1 << 20
     max_payload: int = 1 << 20
+    peer_timeout_s: float = 60.0
     now: float = 100.0
     parcels: list[Parcel] = field(default_factory=list)
     sent: list[SenderEvent] = field(default_factory=list)
@@ -50,7 +51,12 @@ class Duet:
     def __post_init__(self) -> None:
         open_, token_ids = make_open(self.num_chunks, max_chunk_bytes=self.max_chunk_bytes)
         self.sender = SenderSession(
-            open_, token_ids, session=SESSION, now=self.now, max_payload=self.max_payload
+            open_,
+            token_ids,
+            session=SESSION,
+            now=self.now,
+            max_payload=self.max_payload,
+            peer_timeout_s=self.peer_timeout_s,
         )
         read, ids, session = parse_open(self.sender.open_frame())
         assert (read, ids, session) == (open_, token_ids, SESSION)
@@ -60,6 +66,7 @@ class Duet:
             session=session,
             now=self.now,
             max_payload=self.max_payload,
+            peer_timeout_s=self.peer_timeout_s,
         )
 
     def accept(self) -> None:

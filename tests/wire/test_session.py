@@ -27,6 +27,7 @@ from wire import (
     ChunkReady,
     ChunkSent,
     Done,
+    Failed,
     Lane,
     OutgoingChunk,
     Recompute,
@@ -231,8 +232,11 @@ class SessionMachine(RuleBasedStateMachine):
 
     @initialize(window_bytes=st.sampled_from([8000, 12_000, 1 << 20]))
     def start(self, window_bytes: int) -> None:
-        self.duet = Duet(num_chunks=4, window_bytes=window_bytes, max_chunk_bytes=8000)
+        self.duet = Duet(
+            num_chunks=4, window_bytes=window_bytes, max_chunk_bytes=8000, peer_timeout_s=1e6
+        )
         self.duet.accept()
+        self.duet.deliver(self.duet.parcels.pop())
         self.attempts: dict[int, Attempt] = {}
         self.offered: dict[tuple[int, int], bytes] = {}
         self.complete: set[tuple[int, int]] = set()
@@ -245,7 +249,10 @@ class SessionMachine(RuleBasedStateMachine):
     def look(self) -> None:
         """Take in what the worker was told; every whole chunk must be exactly what was offered."""
         self.duet.collect()
+        # Silence may end a session; nothing that a link does may look like a breach of the protocol.
+        assert not any(isinstance(event, Failed) for event in self.duet.sent)
         for event in self.duet.received[self.num_seen :]:
+            assert not isinstance(event, Failed)
             if isinstance(event, ChunkComplete):
                 key = event.chunk, event.epoch
                 assert event.payload == self.offered[key]
@@ -253,7 +260,11 @@ class SessionMachine(RuleBasedStateMachine):
                 assert key not in self.complete, "handed up twice"
                 self.complete.add(key)
                 self.unconsumed.append(event)
-            elif isinstance(event, Recompute) and event.chunk not in self.ready:
+            elif (
+                isinstance(event, Recompute)
+                and event.chunk not in self.ready
+                and not self.duet.receiver.is_over
+            ):
                 self.ready[event.chunk] = event.epoch
                 self.duet.receiver.chunk_ready(
                     ChunkReady(event.chunk, 0, event.epoch, "text", 0.0, 0.0, 0.0),
@@ -261,9 +272,14 @@ class SessionMachine(RuleBasedStateMachine):
                 )
         self.num_seen = len(self.duet.received)
 
+    @property
+    def is_over(self) -> bool:
+        return self.duet.sender.is_over or self.duet.receiver.is_over
+
     def is_live(self, chunk: int) -> bool:
         return self.duet.sender.progress(chunk) is not None
 
+    @precondition(lambda self: not self.is_over)
     @rule(chunk=st.integers(0, 3), size=st.integers(1, 8000))
     def offer(self, chunk: int, size: int) -> None:
         if self.is_live(chunk):
@@ -278,12 +294,14 @@ class SessionMachine(RuleBasedStateMachine):
         self.offered[chunk, epoch] = payload
         self.look()
 
+    @precondition(lambda self: not self.is_over)
     @rule(chunk=st.integers(0, 3))
     def abort(self, chunk: int) -> None:
         if self.is_live(chunk):
             self.duet.sender.abort(chunk, now=self.duet.now)
             self.look()
 
+    @precondition(lambda self: not self.is_over)
     @rule(chunk=st.integers(0, 3))
     def recompute(self, chunk: int) -> None:
         if not self.is_live(chunk):
@@ -291,6 +309,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.attempts[chunk] = Attempt(epoch, b"", is_text=True)
             self.look()
 
+    @precondition(lambda self: not self.is_over)
     @rule()
     def consume(self) -> None:
         if self.unconsumed:
@@ -304,6 +323,7 @@ class SessionMachine(RuleBasedStateMachine):
                 )
             self.look()
 
+    @precondition(lambda self: not self.is_over)
     @rule()
     def reject(self) -> None:
         if self.unconsumed:
@@ -370,7 +390,7 @@ class SessionMachine(RuleBasedStateMachine):
         assert self.duet.receiver.held_bytes >= held
 
     def teardown(self) -> None:
-        if not hasattr(self, "duet") or self.duet.sender.is_over or self.duet.receiver.is_over:
+        if not hasattr(self, "duet") or self.is_over:
             return
         if not self.is_up:
             self.come_back()
@@ -397,10 +417,12 @@ class SessionMachine(RuleBasedStateMachine):
                 and any(isinstance(event, Asked) for event in self.duet.received)
                 and {event.chunk for event in self.duet.sent if isinstance(event, ChunkReady)}
                 == {0, 1, 2, 3}
+                # Also what was given up comes to an end, and every byte of credit comes back.
+                and self.duet.sender.bytes_in_flight == 0
+                and self.duet.sender.credit_bytes == self.duet.window_bytes
             )
 
         self.duet.settle(is_done, on_step=step, limit_s=120.0)
-        assert self.duet.sender.bytes_in_flight == 0
         assert self.duet.receiver.held_bytes == 0
 
     def is_sent(self, chunk: int) -> bool:
