@@ -6,11 +6,9 @@ be reached, 5 for a model that cannot be loaded, 1 for anything else.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
-from cloud_worker.config import load_config
+from cloud_worker.config import WorkerConfig, load_config
 from cloud_worker.errors import (
     BrokerUnavailable,
     ConfigError,
@@ -18,6 +16,7 @@ from cloud_worker.errors import (
     PortInUse,
     WorkerError,
 )
+from telemetry import run_program
 
 EXIT_CODES: tuple[tuple[type[WorkerError], int], ...] = (
     (ConfigError, 2),
@@ -37,15 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The process's exit code.
     """
-    try:
-        config = load_config(sys.argv[1:] if argv is None else argv, os.environ)
-        # Imported late: a bad setting is told at once, not after torch has loaded.
-        from cloud_worker.program import run
+    return run_program("kvtide-worker", argv, load=load_config, run=_run, exit_codes=EXIT_CODES)
 
-        run(config)
-    except WorkerError as error:
-        print(f"kvtide-worker: {error}", file=sys.stderr)
-        return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+def _run(config: WorkerConfig) -> None:
+    # Imported late: a bad setting is told at once, not after torch has loaded.
+    from cloud_worker.program import run
+
+    run(config)

@@ -6,12 +6,11 @@ be opened, 1 for anything else.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
-from edge_agent.config import load_config
+from edge_agent.config import EdgeConfig, load_config
 from edge_agent.errors import AgentError, ConfigError, PortInUse, StoreError
+from telemetry import run_program
 
 EXIT_CODES: tuple[tuple[type[AgentError], int], ...] = (
     (ConfigError, 2),
@@ -30,15 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The process's exit code.
     """
-    try:
-        config = load_config(sys.argv[1:] if argv is None else argv, os.environ)
-        # Imported late: a bad setting is told at once, not after torch has loaded.
-        from edge_agent.program import run
+    return run_program("kvtide-edge", argv, load=load_config, run=_run, exit_codes=EXIT_CODES)
 
-        run(config)
-    except AgentError as error:
-        print(f"kvtide-edge: {error}", file=sys.stderr)
-        return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+def _run(config: EdgeConfig) -> None:
+    # Imported late: a bad setting is told at once, not after torch has loaded.
+    from edge_agent.program import run
+
+    run(config)

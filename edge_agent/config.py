@@ -7,20 +7,18 @@ program reads the environment, a settings file or ``sys.argv``.
 
 from __future__ import annotations
 
-import argparse
-import ast
-import inspect
-import math
-import re
-import tomllib
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from edge_agent.errors import ConfigError
+from telemetry import (
+    SettingsReader,
+    check_broker_url,
+    check_settings,
+    check_subject_token,
+    read_secret,
+)
 
 ENV_PREFIX = "KVTIDE_EDGE_"
 
@@ -99,33 +97,18 @@ class EdgeConfig:
     """Least severe log line that is written: debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if not low <= value <= high or not math.isfinite(value):
-                raise ConfigError(f"{name} is {value}, must be from {low:g} to {high:g}")
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, must be one of {', '.join(allowed)}"
-                )
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.tenant):
-            # The tenant is one token of a NATS subject; a dot or wildcard would leave its fence.
-            raise ConfigError(
-                f"tenant is {self.tenant!r}, must be 1 to 64 letters, digits, '-' or '_'"
-            )
-        if self.agent_id and not re.fullmatch(r"[A-Za-z0-9_-]{1,58}", self.agent_id):
-            raise ConfigError(
-                f"agent_id is {self.agent_id!r}, must be 1 to 58 letters, digits, '-' or '_'"
-            )
+        check_settings(self, ranges=_RANGES, choices=_CHOICES, error=ConfigError)
+        check_subject_token(self.tenant, "tenant", error=ConfigError)
+        if self.agent_id:
+            check_subject_token(self.agent_id, "agent_id", most=58, error=ConfigError)
         if not self.levels:
             raise ConfigError("levels is empty, must name at least one level")
-        if not re.match(r"(nats|tls|ws|wss)://", self.nats_url):
-            raise ConfigError(f"nats_url is {self.nats_url!r}, must start with nats:// or tls://")
+        check_broker_url(self.nats_url, "nats_url", error=ConfigError)
 
     def broker_token(self) -> str | None:
         """Return the broker's token from the file or the setting, or None."""
         if self.nats_token_file is not None:
-            return read_secret(self.nats_token_file, "nats_token_file")
+            return read_secret(self.nats_token_file, "nats_token_file", error=ConfigError)
         return self.nats_token or None
 
 
@@ -152,142 +135,19 @@ _CHOICES = {
 }
 
 
-def read_secret(path: Path, key: str) -> str:
-    """Read the first line of a secret's file; the error names the key, never the content."""
-    try:
-        lines = path.expanduser().read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error}") from error
-    if not lines or not lines[0].strip():
-        raise ConfigError(f"{key}: {path} is empty")
-    return lines[0].strip()
+_READER = SettingsReader(
+    EdgeConfig,
+    env_prefix=ENV_PREFIX,
+    program="kvtide-edge",
+    description="Keep contexts as encoded KV chunks and answer questions through a worker.",
+    error=ConfigError,
+)
 
 
 def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> EdgeConfig:
-    """Merge command line, environment, TOML file and defaults.
-
-    Args:
-        argv: command line without the program's name.
-        environ: the process environment; only ``KVTIDE_EDGE_*`` is looked at.
-
-    Returns:
-        The validated settings.
+    """Read the settings from command line, environment and TOML file.
 
     Raises:
         ConfigError: an unknown key or a bad value, named with its source.
     """
-    arguments = vars(_parser().parse_args(argv))
-    from_env = {
-        key.removeprefix(ENV_PREFIX).lower(): value
-        for key, value in environ.items()
-        if key.startswith(ENV_PREFIX)
-    }
-    config_file = arguments.pop("config") or from_env.pop("config", None)
-    from_toml = _read_toml(Path(config_file)) if config_file else {}
-    from_cli = {key: value for key, value in arguments.items() if value is not None}
-    kinds = _field_types()
-    values: dict[str, Any] = {}
-    # Later sources override earlier ones.
-    for source, settings in (
-        (f"file {config_file}", from_toml),
-        ("environment", from_env),
-        ("command line", from_cli),
-    ):
-        for key, raw in settings.items():
-            if key not in kinds:
-                shown = ENV_PREFIX + key.upper() if source == "environment" else key
-                raise ConfigError(f"unknown setting {shown!r} ({source})")
-            try:
-                values[key] = _convert(raw, kinds[key])
-            except (ValueError, TypeError) as error:
-                # The value itself is not repeated: it may be a secret.
-                raise ConfigError(f"setting {key!r} ({source}): {error}") from error
-    return EdgeConfig(**values)
-
-
-def field_docs() -> dict[str, str]:
-    """Return the string under each field of ``EdgeConfig``, by name."""
-    tree = ast.parse(inspect.getsource(EdgeConfig))
-    assert isinstance(tree.body[0], ast.ClassDef)
-    docs: dict[str, str] = {}
-    name = ""
-    for node in tree.body[0].body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
-            docs[name] = str(node.value.value)
-            name = ""
-    return docs
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise ConfigError(message)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="kvtide-edge",
-        description="Keep contexts as encoded KV chunks and answer questions through a worker.",
-        epilog=f"Each setting is also an environment variable, {ENV_PREFIX}NAME, and a TOML key.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
-    docs = field_docs()
-    for item in fields(EdgeConfig):
-        default = "none" if item.default is None else item.default
-        help_text = f"{docs[item.name]} [default: {default}]".replace("%", "%%")
-        parser.add_argument(
-            "--" + item.name.replace("_", "-"), metavar="VALUE", default=None, help=help_text
-        )
-    return parser
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.expanduser().read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the settings file {path}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-
-def _field_types() -> dict[str, Any]:
-    return typing.get_type_hints(EdgeConfig)
-
-
-def _convert(raw: object, kind: Any) -> object:
-    """Convert a raw setting to a field's type; text comes from the shell, other types from TOML."""
-    if isinstance(kind, types.UnionType):
-        kind = next(arm for arm in typing.get_args(kind) if arm is not type(None))
-    if kind is Path:
-        if not isinstance(raw, str) or not raw:
-            raise ValueError("must be a path")
-        return Path(raw).expanduser()
-    if kind is str:
-        if not isinstance(raw, str):
-            raise ValueError("must be text")
-        return raw
-    if kind is int:
-        return _to_int(raw)
-    if kind is float:
-        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-            raise ValueError("must be a number")
-        try:
-            return float(raw)
-        except ValueError:
-            raise ValueError("must be a number") from None
-    # What is left are tuples of text: a TOML list, or text separated by commas.
-    parts = raw.split(",") if isinstance(raw, str) else raw
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise ValueError("must be a list of texts")
-    return tuple(part.strip() for part in parts if part.strip())
-
-
-def _to_int(raw: object) -> int:
-    if isinstance(raw, bool) or not isinstance(raw, str | int):
-        raise ValueError("must be a whole number")
-    try:
-        return int(raw)
-    except ValueError:
-        raise ValueError("must be a whole number") from None
+    return _READER.load(argv, environ)

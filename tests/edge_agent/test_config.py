@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from edge_agent.cli import main
-from edge_agent.config import EdgeConfig, field_docs, load_config
+from edge_agent.config import EdgeConfig, load_config
 from edge_agent.errors import ConfigError
+from telemetry import field_docs
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -21,7 +22,7 @@ def test_defaults_hold_when_nothing_is_said() -> None:
 
 
 def test_every_field_has_a_docstring_and_times_and_sizes_name_their_unit() -> None:
-    docs = field_docs()
+    docs = field_docs(EdgeConfig)
     for item in fields(EdgeConfig):
         assert docs[item.name].strip(), item.name
         if item.name.endswith(("_s", "_bytes", "_tokens")):
@@ -36,17 +37,6 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path)
     )
     assert (config.http_port, config.model, config.tenant) == (3, "env", "file")
     assert config.chunk_tokens == EdgeConfig().chunk_tokens
-
-
-def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
-    config_file = write(tmp_path, "deadline_s = 2\n")
-    assert load_config([], {"KVTIDE_EDGE_CONFIG": config_file}).deadline_s == 2.0
-
-
-def test_lists_come_from_toml_lists_and_from_commas(tmp_path: Path) -> None:
-    config_file = write(tmp_path, 'levels = ["fp16", "int8"]\n')
-    assert load_config(["--config", config_file], {}).levels == ("fp16", "int8")
-    assert load_config(["--levels", "fp16, cachegen:*"], {}).levels == ("fp16", "cachegen:*")
 
 
 @pytest.mark.parametrize(
@@ -77,11 +67,6 @@ def test_bad_setting_is_named(
     arguments = [*argv, "--config", write(tmp_path, toml)] if toml else argv
     with pytest.raises(ConfigError, match=named):
         load_config(arguments, environ)
-
-
-def test_missing_settings_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
-        load_config(["--config", "nowhere.toml"], {})
 
 
 def test_bad_setting_ends_the_program_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
