@@ -387,11 +387,17 @@ class SessionLoop:
             self._carry_out(decision, now)
 
     def _is_nearly_sent(self) -> bool:
-        """Whether the last chunk will be out before the next one could be read from the disk."""
+        """Whether all that was begun will be out before another chunk could be read from the disk.
+
+        A chunk that waits for its turn counts whole: choosing yet another one that early would rest on
+        an old estimate and take it away from the engine.
+        """
         sending = [
             chunk
             for chunk in self._plan.chunks
-            if chunk.stage is Stage.IN_FLIGHT and chunk.choice is not None and chunk.bytes_sent > 0
+            if chunk.stage is Stage.IN_FLIGHT
+            and chunk.choice is not None
+            and not chunk.choice.is_text
         ]
         rate = self._session.meter.rate_bytes_per_s
         if not sending or rate is None:

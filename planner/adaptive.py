@@ -265,13 +265,17 @@ class AdaptivePolicy:
         request = self._request(state, [c.options for c in missing])
         stay, _ = self._promise(request, estimator, now)
         unsent = _unsent(victim)
+        cap = self.config.fastest_with_loss_per_token
+        cap = math.inf if cap is None else cap
         num_sent = sum(c.choice is not None and not c.choice.is_text for c in state.chunks)
         bar = ABANDON_FIRST_BELOW if num_sent == 1 else ABANDON_BELOW
         if stay < min(self.config.target, bar):
             coarser = [
                 c
                 for c in victim.options.levels
-                if c.num_bytes <= (1.0 - ABANDON_SAVES) * unsent and c.loss > victim.choice.loss
+                if c.num_bytes <= (1.0 - ABANDON_SAVES) * unsent
+                and c.loss > victim.choice.loss
+                and c.loss <= cap * victim.options.num_tokens
             ]
             if not coarser:
                 return None
@@ -284,7 +288,7 @@ class AdaptivePolicy:
                 return None
             plan, _ = self._plan(changed, estimator, now)
             reason = Reason.ABANDON_TOO_SLOW
-        elif stay < self.config.target or victim.epoch > 0 or not missing:
+        elif stay < self.config.target or victim.epoch > 0 or not missing or cap < math.inf:
             return None
         else:
             again = tuple(sorted((*missing, victim), key=lambda c: c.options.index))

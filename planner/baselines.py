@@ -45,7 +45,7 @@ class PointEstimator(CurveReader):
     def on_delivery(self, sample: DeliverySample) -> None:
         """Take in one sample."""
         self._min_rtt_s = min(self._min_rtt_s, sample.rtt_s)
-        if sample.interval_s <= 0 or sample.bytes <= 0:
+        if not sample.is_telling:
             return
         current = self._rate(sample.delivered_at_s)
         if sample.is_limited and current is not None and sample.bytes_per_s < current:

@@ -91,7 +91,7 @@ class PredictiveEstimator(CurveReader):
         """Take in one sample."""
         now = sample.delivered_at_s
         self._min_rtt_s = min(self._min_rtt_s, sample.rtt_s)
-        if sample.interval_s <= 0.0 or sample.bytes <= 0:
+        if not sample.is_telling:
             return
         rate = max(sample.bytes_per_s, MIN_RATE_BYTES_PER_S)
         if sample.is_limited:

@@ -13,6 +13,9 @@ from typing import Protocol
 from planner.curve import DeliveryCurve
 from planner.errors import InvalidSample
 
+MIN_SAMPLE_BYTES = 4096
+"""A stretch with fewer bytes measures the round trip, not the rate: about three packets."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeliverySample:
@@ -45,6 +48,11 @@ class DeliverySample:
     def is_limited(self) -> bool:
         """Whether the sample is only a lower bound of the link's rate."""
         return self.window_limited or self.sender_limited
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether it says anything about the link's rate."""
+        return self.interval_s > 0.0 and self.bytes >= MIN_SAMPLE_BYTES
 
     @property
     def bytes_per_s(self) -> float:

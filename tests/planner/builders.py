@@ -64,9 +64,10 @@ def state(
 def sample(
     rate: float, at_s: float, *, rtt_s: float = 0.04, limited: bool = False
 ) -> DeliverySample:
+    num_bytes = max(8192, round(rate * 0.1))
     return DeliverySample(
-        bytes=round(rate * 0.1),
-        interval_s=0.1,
+        bytes=num_bytes,
+        interval_s=num_bytes / rate,
         delivered_at_s=at_s,
         rtt_s=rtt_s,
         window_limited=limited,

@@ -196,6 +196,12 @@ def test_the_fastest_variant_takes_the_border_where_both_end_together() -> None:
     assert decision.expected_ttft_s == pytest.approx(4.1, abs=0.3)
 
 
+def test_the_fastest_variant_never_abandons_for_a_level_that_loses_too_much() -> None:
+    policy = AdaptivePolicy(AdaptiveConfig(fastest_with_loss_per_token=0.06))
+    decision = policy.reconsider(in_flight(6.0, "cachegen:0", 100_000), known(1e5), 0.0)
+    assert decision is None or decision.choice.loss <= 60.0
+
+
 def test_nothing_missing_means_nothing_to_decide() -> None:
     done = state(options(0), stages={0: (Stage.READY, "text")})
     assert AdaptivePolicy().next_decision(done, known(1e6), 0.0) is None

@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from planner import DeliverySample, InvalidSample
+from planner import DeliverySample, InvalidSample, MedianRate
 from planner.estimator import PredictiveEstimator
 from planner.site import SiteModel
 
@@ -186,10 +186,12 @@ def test_samples_that_cannot_be_are_refused() -> None:
     assert DeliverySample(1, 0.0, 0.0, 0.1).bytes_per_s == math.inf
 
 
-def test_an_empty_sample_changes_nothing() -> None:
-    estimator = PredictiveEstimator()
-    estimator.on_delivery(DeliverySample(0, 0.0, 1.0, 0.1))
-    assert estimator.rate_bytes_per_s(now=1.0) is None
+def test_a_sample_of_a_few_bytes_says_nothing_about_the_rate() -> None:
+    """The question's own bytes are acknowledged first, after a whole round trip."""
+    for estimator in (PredictiveEstimator(), MedianRate()):
+        estimator.on_delivery(DeliverySample(0, 0.0, 1.0, 0.1))
+        estimator.on_delivery(DeliverySample(200, 0.08, 1.0, 0.08))
+        assert estimator.rate_bytes_per_s(now=1.0) is None
 
 
 def test_the_end_of_a_transfer_is_learned_from() -> None:
