@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from bench import codec_quality
 from bench._harness import Timing, machine_lines, time_interleaved
 from codec import Codec, Profile
 from codec.cachegen import GROUP_TOKENS, CachegenStatistics
@@ -39,7 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="cpu: time of this process alone, which other work on the machine does not stretch",
     )
     parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument(
+        "--texts",
+        type=Path,
+        help="measure loss instead of speed, on these texts: bench.codec_quality",
+    )
     arguments = parser.parse_args(argv)
+    if arguments.texts:
+        wanted = ["--texts", str(arguments.texts), "--threads", str(arguments.threads)]
+        wanted += ["--model", arguments.model] if arguments.model else []
+        wanted += ["--json", str(arguments.json)] if arguments.json else []
+        return codec_quality.main(wanted)
 
     profile = Profile.load(arguments.profile)
     codec = Codec(
