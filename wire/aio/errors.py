@@ -32,6 +32,7 @@ class PermissionDenied(TransportError):
         self.operation = operation
         """``publish to`` or ``subscribe to``."""
         self.subject = subject
+        """As the client library tells it: in lower case."""
 
 
 class SendError(TransportError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from wire.aio.errors import ConnectError
 
@@ -20,8 +20,9 @@ _SCHEMES = ("nats", "tls", "ws", "wss")
 class NatsOptions:
     """One client's way to its broker."""
 
-    url: str
-    """One URL or several, separated by commas: ``nats://host:4222``; ``tls://`` insists on TLS."""
+    url: str = field(repr=False)
+    """One URL or several, separated by commas: ``nats://host:4222``; ``tls://`` insists on TLS.
+    ``nats://user:password@host`` and ``nats://token@host`` log in."""
     name: str = "kvtide"
     """Shown in the server's monitoring."""
     inbox: str = ""
@@ -41,8 +42,20 @@ class NatsOptions:
 
     @property
     def servers(self) -> list[str]:
-        """The URLs."""
-        return [part.strip() for part in self.url.split(",") if part.strip()]
+        """The URLs, without user names and passwords."""
+        return [_without_login(part.strip()) for part in self.url.split(",") if part.strip()]
+
+    @property
+    def login(self) -> tuple[str, str]:
+        """User name and password from the first URL that has them; a token has no password.
+
+        They hold for every node of a cluster, also those that only the cluster names.
+        """
+        for part in self.url.split(","):
+            parts = urlsplit(part.strip())
+            if parts.username:
+                return unquote(parts.username), unquote(parts.password or "")
+        return "", ""
 
     @property
     def wants_tls(self) -> bool:
@@ -57,8 +70,8 @@ class NatsOptions:
 
     @property
     def address(self) -> str:
-        """The URLs without user names and passwords, for messages."""
-        return ",".join(_without_secret(server) for server in self.servers)
+        """The URLs as text, for messages."""
+        return ",".join(self.servers)
 
     def check(self) -> None:
         """Look at what can be judged without a network.
@@ -71,9 +84,7 @@ class NatsOptions:
         for server in self.servers:
             parts = urlsplit(server)
             if parts.scheme not in _SCHEMES or not parts.hostname:
-                raise ConnectError(
-                    f"broker URL {_without_secret(server)!r} must be like nats://host:4222"
-                )
+                raise ConnectError(f"broker URL {server!r} must be like nats://host:4222")
         for path in (
             self.creds_file, self.nkey_file, self.ca_file, self.cert_file, self.key_file
         ):  # fmt: skip
@@ -97,6 +108,6 @@ class NatsOptions:
         return context
 
 
-def _without_secret(url: str) -> str:
+def _without_login(url: str) -> str:
     head, sep, rest = url.partition("://")
     return head + sep + rest.rpartition("@")[2]

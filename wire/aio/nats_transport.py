@@ -252,8 +252,11 @@ class NatsTransport:
         context = options.ssl_context()
         if context is not None:
             arguments["tls"] = context
-        if options.token:
-            arguments["token"] = options.token
+        user, password = options.login
+        if options.token or (user and not password):
+            arguments["token"] = options.token or user
+        elif user:
+            arguments["user"], arguments["password"] = user, password
         if options.creds_file is not None:
             arguments["user_credentials"] = options.creds_file
         if options.nkey_file is not None:
