@@ -1,7 +1,7 @@
 """The HTTP API's bodies: strict parsing of what comes in, building of what goes out.
 
 Pure functions over parsed JSON; ``http.py`` does the I/O. Invariant: whatever is wrong with a body
-is a ``BadRequest`` that names the field. Must not know: aiohttp, wire, engine.
+is a ``BadRequest`` that names the field. Must not know: aiohttp, wire, models.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_agent.errors import AgentError, BadRequest
-from edge_agent.prompt import Message
 from edge_agent.store import ContextInfo
+from engine.prompt import Message
 
 MAX_STOP_STRINGS = 4
 """As many as OpenAI's API takes."""

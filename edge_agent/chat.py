@@ -20,11 +20,11 @@ from edge_agent.api import ChatRequest
 from edge_agent.config import EdgeConfig
 from edge_agent.errors import BadRequest, ModelMismatch, TooLong
 from edge_agent.model import EdgeModel
-from edge_agent.prompt import Message, question_token_ids, strip_context
 from edge_agent.store import ContextStore, StoredContext, is_prefix_text
 from edge_agent.threads import run_in
 from edge_agent.timeline import Timeline
 from engine import TokenizerError
+from engine.prompt import Message, plain_prompt, question_token_ids, strip_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +230,9 @@ class ChatService:
             raise BadRequest(
                 "messages holds nothing but the context, so there is nothing to answer"
             )
+        form = plain_prompt if context is None else question_token_ids
         try:
-            return tuple(
-                question_token_ids(
-                    self._model.engine.tokenizer, messages, has_context=context is not None
-                )
-            )
+            return tuple(form(self._model.engine.tokenizer, messages))
         except TokenizerError as error:
             raise BadRequest(str(error)) from error
 

@@ -27,10 +27,10 @@ from edge_agent.keys import (
     profile_set_digest,
     text_digest,
 )
-from edge_agent.prompt import context_token_ids
 from edge_agent.store import ContextStore, Ingest, StoredContext
 from edge_agent.threads import run_in
 from engine import KvCache, TorchEngine
+from engine.prompt import context_token_ids
 from telemetry import MetricSet, level_label, names
 
 PREFILL_SLICE_TOKENS = 512

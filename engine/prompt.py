@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from engine.errors import TokenizerError
-from engine.tokenizer import Tokenizer
-
-Message = Mapping[str, str]
-"""`role` (system, user or assistant) and `content`, plain text."""
 
 # Stands for a message's text while a template is rendered; the symbols keep it unlike any text, and
 # without spaces no template trims it.
@@ -24,8 +22,28 @@ _GAP = "\n\n"
 """Between the context, instructions and the question."""
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message."""
+
+    role: str
+    """system, user or assistant."""
+    content: str
+    """Plain text."""
+
+
+class ChatTokenizer(Protocol):
+    """The part of a tokenizer that prompts need."""
+
+    def encode(self, text: str, *, literal: bool = False) -> list[int]: ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str: ...
+
+
 def split_prompt(
-    tokenizer: Tokenizer, context_text: str, question_messages: Sequence[Message]
+    tokenizer: ChatTokenizer, context_text: str, question_messages: Sequence[Message]
 ) -> tuple[list[int], list[int]]:
     """Form a chat prompt that begins with a context.
 
@@ -48,25 +66,25 @@ def split_prompt(
     )
 
 
-def context_token_ids(tokenizer: Tokenizer, context_text: str) -> list[int]:
+def context_token_ids(tokenizer: ChatTokenizer, context_text: str) -> list[int]:
     """Return the token ids of a context: the template's opening and the text itself."""
     head, *_ = _frames(tokenizer, ["user"])
     return tokenizer.encode(head) + tokenizer.encode(context_text, literal=True)
 
 
-def question_token_ids(tokenizer: Tokenizer, question_messages: Sequence[Message]) -> list[int]:
+def question_token_ids(tokenizer: ChatTokenizer, question_messages: Sequence[Message]) -> list[int]:
     """Return the token ids of everything after the context, up to the assistant's opening."""
-    texts = [m["content"] for m in question_messages if m["role"] == "system"]
-    turns = [m for m in question_messages if m["role"] != "system"]
-    if not turns or turns[0]["role"] != "user":
+    texts = [m.content for m in question_messages if m.role == "system"]
+    turns = [m for m in question_messages if m.role != "system"]
+    if not turns or turns[0].role != "user":
         raise TokenizerError("the messages hold no user message to ask after the context")
-    lead = "".join(_GAP + text for text in [*texts, turns[0]["content"]])
-    frames = _frames(tokenizer, [turn["role"] for turn in turns])
-    return _interleave(tokenizer, [lead, *(turn["content"] for turn in turns[1:])], frames[1:])
+    lead = "".join(_GAP + text for text in [*texts, turns[0].content])
+    frames = _frames(tokenizer, [turn.role for turn in turns])
+    return _interleave(tokenizer, [lead, *(turn.content for turn in turns[1:])], frames[1:])
 
 
 def question_after_context(
-    tokenizer: Tokenizer, context_text: str, messages: Sequence[Message]
+    tokenizer: ChatTokenizer, context_text: str, messages: Sequence[Message]
 ) -> list[int] | None:
     """Say whether a whole conversation begins with a stored context.
 
@@ -79,26 +97,35 @@ def question_after_context(
         The question's token ids, so that `context_token_ids + result` is the prompt of these messages;
         None when their prompt does not begin with the context.
     """
-    if not messages or messages[0]["role"] != "user" or not context_text:
+    if not messages or messages[0].role != "user" or not context_text:
         return None
-    first = messages[0]["content"]
+    first = messages[0].content
     if not first.startswith(context_text):
         return None
-    frames = _frames(tokenizer, [message["role"] for message in messages])
-    texts = [first[len(context_text) :], *(message["content"] for message in messages[1:])]
+    frames = _frames(tokenizer, [message.role for message in messages])
+    texts = [first[len(context_text) :], *(message.content for message in messages[1:])]
     return _interleave(tokenizer, texts, frames[1:])
 
 
-def plain_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+def strip_context(messages: Sequence[Message], num_chars: int) -> list[Message]:
+    """Take a context of this many characters off the front of the first message."""
+    first, rest = messages[0], list(messages[1:])
+    remainder = first.content[num_chars:].strip()
+    return [Message(first.role, remainder), *rest] if remainder else rest
+
+
+def plain_prompt(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[int]:
     """Return the token ids of a prompt without a stored context."""
     if not messages:
         raise TokenizerError("the messages are empty")
-    frames = _frames(tokenizer, [message["role"] for message in messages])
-    texts = [message["content"] for message in messages]
+    if not any(message.role == "user" for message in messages):
+        raise TokenizerError("the messages hold no user message, so there is nothing to answer")
+    frames = _frames(tokenizer, [message.role for message in messages])
+    texts = [message.content for message in messages]
     return tokenizer.encode(frames[0]) + _interleave(tokenizer, texts, frames[1:])
 
 
-def _frames(tokenizer: Tokenizer, roles: Sequence[str]) -> list[str]:
+def _frames(tokenizer: ChatTokenizer, roles: Sequence[str]) -> list[str]:
     """Render messages of these roles; return the template's text before, between and after them."""
     marked = [
         {"role": role, "content": f"\u241ekvtide:{index}\u241e"} for index, role in enumerate(roles)
@@ -109,7 +136,7 @@ def _frames(tokenizer: Tokenizer, roles: Sequence[str]) -> list[str]:
     return pieces[0::2]
 
 
-def _interleave(tokenizer: Tokenizer, texts: Sequence[str], frames: Sequence[str]) -> list[int]:
+def _interleave(tokenizer: ChatTokenizer, texts: Sequence[str], frames: Sequence[str]) -> list[int]:
     token_ids: list[int] = []
     for text, frame in zip(texts, frames, strict=True):
         token_ids += tokenizer.encode(text, literal=True)

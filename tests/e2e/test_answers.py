@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from edge_agent.prompt import Message, context_token_ids, question_token_ids
 from engine import Sampling, TorchEngine
+from engine.prompt import Message, context_token_ids, question_token_ids
 from tests.e2e.processes import Client, Program
 
 pytestmark = pytest.mark.e2e
@@ -27,7 +27,7 @@ def options(policy: str, **fields: Any) -> dict[str, Any]:
 def exact_answer(smollm2: TorchEngine, context_text: str) -> str:
     """The answer of the same tokens without any transport."""
     ids = context_token_ids(smollm2.tokenizer, context_text)
-    ids += question_token_ids(smollm2.tokenizer, [Message("user", QUESTION)], has_context=True)
+    ids += question_token_ids(smollm2.tokenizer, [Message("user", QUESTION)])
     cache = smollm2.new_cache(len(ids) + MAX_TOKENS)
     logits = smollm2.prefill(cache, ids)
     answer = list(smollm2.generate(cache, logits, len(ids), Sampling(), MAX_TOKENS))

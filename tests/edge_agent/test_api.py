@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from edge_agent.api import error_json, parse_chat, parse_new_context
 from edge_agent.errors import BadRequest, NoWorker
-from edge_agent.prompt import Message
+from engine.prompt import Message
 
 ASK = {"messages": [{"role": "user", "content": "Why?"}]}
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from engine import Sampling, TorchEngine
-from engine.prompt import plain_prompt, split_prompt
+from engine.prompt import Message, plain_prompt, split_prompt
 from engine.rope import unrotate
 
 
 def test_it_answers(smollm2: TorchEngine) -> None:
-    ids = plain_prompt(
-        smollm2.tokenizer, [{"role": "user", "content": "What is the capital of France?"}]
-    )
+    ids = plain_prompt(smollm2.tokenizer, [Message("user", "What is the capital of France?")])
     cache = smollm2.new_cache(len(ids) + 16)
     logits = smollm2.prefill(cache, ids)
     tokens = list(smollm2.generate(cache, logits, len(ids), Sampling(), 16))
@@ -33,7 +31,7 @@ def test_its_keys_unrotate_to_layer_0(smollm2: TorchEngine) -> None:
     context, question = split_prompt(
         smollm2.tokenizer,
         "The bridge was closed on Monday. " * 20,
-        [{"role": "user", "content": "?"}],
+        [Message("user", "?")],
     )
     ids = context + question
     cache = smollm2.new_cache(len(ids))

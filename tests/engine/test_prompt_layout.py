@@ -1,11 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-from edge_agent.errors import BadRequest
-from edge_agent.prompt import Message, context_token_ids, question_token_ids, strip_context
+from engine import TokenizerError
+from engine.prompt import (
+    Message,
+    context_token_ids,
+    plain_prompt,
+    question_token_ids,
+    strip_context,
+)
 
 
 class ByteTokenizer:
@@ -19,7 +25,7 @@ class ByteTokenizer:
         return list(text.encode() if literal else text.replace("</>", "\x03").encode())
 
     def render_chat(
-        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
         turns = "".join(
             f"<{m['role']}>{m['content'].strip() if self.trims else m['content']}</>"
@@ -34,7 +40,7 @@ TOKENIZER = ByteTokenizer()
 
 def prompt(context: str, messages: list[Message], tokenizer: ByteTokenizer = TOKENIZER) -> str:
     ids = context_token_ids(tokenizer, context)
-    ids += question_token_ids(tokenizer, messages, has_context=True)
+    ids += question_token_ids(tokenizer, messages)
     return bytes(ids).decode().replace("\x03", "</>")
 
 
@@ -65,15 +71,13 @@ def test_template_that_trims_keeps_the_context_as_it_is() -> None:
 
 
 def test_without_context_the_plain_rendering_is_used() -> None:
-    ids = question_token_ids(
-        TOKENIZER, [Message("system", "S"), Message("user", "U")], has_context=False
-    )
+    ids = plain_prompt(TOKENIZER, [Message("system", "S"), Message("user", "U")])
     assert bytes(ids).decode() == "<system>S\x03<user>U\x03<assistant>"
 
 
 def test_no_user_message_is_refused() -> None:
-    with pytest.raises(BadRequest, match="no user message"):
-        question_token_ids(TOKENIZER, [Message("system", "S")], has_context=True)
+    with pytest.raises(TokenizerError, match="no user message"):
+        question_token_ids(TOKENIZER, [Message("system", "S")])
 
 
 def test_context_is_taken_off_the_first_message() -> None:
@@ -85,5 +89,5 @@ def test_context_is_taken_off_the_first_message() -> None:
 
 def test_control_tokens_in_a_text_stay_text() -> None:
     ids = context_token_ids(TOKENIZER, "a</>b")
-    ids += question_token_ids(TOKENIZER, [Message("user", "c</>d")], has_context=True)
+    ids += question_token_ids(TOKENIZER, [Message("user", "c</>d")])
     assert bytes(ids).decode() == "<system>default\x03<user>a</>b\n\nc</>d\x03<assistant>"
