@@ -297,6 +297,8 @@ class KltTransform:
             raise CorruptBitstream(
                 f"{len(stream.offsets) - 1} blocks where the profile makes {self.num_blocks(num_tokens)}"
             )
+        if np.any(stream.offsets % 2):
+            raise CorruptBitstream("a block starts between two words")
         return np.ascontiguousarray(stream.offsets[1:])
 
     # ---- rows -------------------------------------------------------------------------------------------
