@@ -382,7 +382,7 @@ def _split(data: bytes, *, where: str) -> tuple[dict[str, Any], bytes]:
     if length > MAX_JSON_BYTES or len(text) != length:
         raise MessageError(f"says {length} bytes of JSON", where=where, field="length")
     try:
-        value = json.loads(text, object_pairs_hook=_unique)
+        value = _DECODER.decode(bytes(text).decode())
     except (ValueError, RecursionError) as error:
         raise MessageError(f"not JSON: {error}", where=where, field="body") from None
     if not isinstance(value, dict):
@@ -395,6 +395,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         raise ValueError("a field comes twice")
     return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+"""One for all: each holds itself in a cycle, so a new one per message would be garbage for a while."""
 
 
 def _to_json(value: Any) -> Any:

@@ -466,12 +466,12 @@ async def test_cancelling_frees_the_worker(stage: Stage) -> None:
     assert not worker.sessions
 
 
-async def test_ten_requests_share_two_connections_each_side(stage: Stage) -> None:
+async def test_fifty_requests_share_two_connections_each_side(stage: Stage) -> None:
     await stage.add_worker()
     first = await stage.new_agent()
     agents = []
-    for index in range(10):
-        payloads = make_payloads((400_000, 300_000 + index), seed=index)
+    for index in range(50):
+        payloads = make_payloads((60_000, 40_000 + index), seed=index)
         agents.append(
             AgentShell(first.data, first.control, payloads, seed=index, claim_timeout_s=WAIT_S)
         )
