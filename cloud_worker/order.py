@@ -6,8 +6,8 @@ in the cache; the question as soon as the whole context is. Causal attention mak
 exact (planner.md, "compute and load at once"; idea: Cake, arXiv 2410.03065).
 
 Invariants: a chunk is worked on by at most one step at a time; once started, an attempt is
-finished, and a later epoch of the same chunk is dropped; a chunk that is in the cache is never
-written again.
+finished; a later epoch that comes while one is decoded is taken up only if the decoding fails; a chunk
+that is in the cache is never written again.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class _Chunk:
     prefilled_to: int
     state: ChunkState = ChunkState.MISSING
     epoch: int = -1
+    later: tuple[int, ChunkState] | None = None
+    """Epoch and waiting state of an attempt that came while an earlier one was being decoded."""
 
     @property
     def is_started(self) -> bool:
@@ -127,30 +129,20 @@ class WorkOrder:
         """A chunk's bitstream is complete and verified.
 
         Returns:
-            False when it is of no use: the chunk is being worked on, is in the cache, or a later
+            False when it is of no use: the chunk is being prefilled, is in the cache, or a later
             epoch was chosen.
         """
-        if not self._accepts(chunk, epoch):
-            return False
-        entry = self._chunks[chunk]
-        entry.state, entry.epoch = ChunkState.ARRIVED, epoch
-        if chunk not in self._arrivals:
-            self._arrivals.append(chunk)
-        return True
+        return self._take_in(chunk, epoch, ChunkState.ARRIVED)
 
     def text_ordered(self, chunk: int, epoch: int) -> bool:
         """A chunk is to be recomputed from its tokens; returns as ``bitstream_arrived``."""
-        if not self._accepts(chunk, epoch):
-            return False
-        entry = self._chunks[chunk]
-        entry.state, entry.epoch = ChunkState.ORDERED, epoch
-        if chunk in self._arrivals:
-            self._arrivals.remove(chunk)
-        return True
+        return self._take_in(chunk, epoch, ChunkState.ORDERED)
 
     def aborted(self, chunk: int, epoch: int) -> None:
         """The agent gave up this epoch and every one before; waiting work of it is dropped."""
         entry = self._chunks[chunk]
+        if entry.later is not None and entry.later[0] <= epoch:
+            entry.later = None
         is_waiting = entry.state in (ChunkState.ARRIVED, ChunkState.ORDERED)
         if is_waiting and entry.epoch <= epoch and not entry.is_started:
             entry.state = ChunkState.MISSING
@@ -198,12 +190,18 @@ class WorkOrder:
 
     def decode_done(self, step: DecodeStep) -> None:
         """The chunk of a decode step is in the cache."""
-        self._expect(step.chunk, step.epoch, ChunkState.DECODING).state = ChunkState.READY
+        entry = self._expect(step.chunk, step.epoch, ChunkState.DECODING)
+        entry.state, entry.later = ChunkState.READY, None
         self._advance()
 
     def decode_failed(self, step: DecodeStep) -> None:
-        """The bitstream was unusable: the chunk is missing again, for a later epoch to fill."""
-        self._expect(step.chunk, step.epoch, ChunkState.DECODING).state = ChunkState.MISSING
+        """The bitstream was unusable: a later epoch, come or to come, has to fill the chunk."""
+        entry = self._expect(step.chunk, step.epoch, ChunkState.DECODING)
+        entry.state = ChunkState.MISSING
+        if entry.later is not None:
+            # The agent has moved on and would take no notice of the failure of an old epoch.
+            (epoch, state), entry.later = entry.later, None
+            self._take_in(step.chunk, epoch, state)
 
     def prefill_done(self, step: PrefillStep) -> None:
         """The tokens of a prefill step are in the cache."""
@@ -212,6 +210,23 @@ class WorkOrder:
         # Between two steps the chunk counts as ordered: it may be taken up at once.
         entry.state = ChunkState.READY if step.is_last else ChunkState.ORDERED
         self._advance()
+
+    def _take_in(self, chunk: int, epoch: int, state: ChunkState) -> bool:
+        entry = self._chunks[chunk]
+        if entry.state is ChunkState.DECODING:
+            newest = entry.epoch if entry.later is None else entry.later[0]
+            if epoch <= newest:
+                return False
+            entry.later = epoch, state
+            return True
+        if not self._accepts(chunk, epoch):
+            return False
+        entry.state, entry.epoch = state, epoch
+        if state is ChunkState.ARRIVED and chunk not in self._arrivals:
+            self._arrivals.append(chunk)
+        elif state is ChunkState.ORDERED and chunk in self._arrivals:
+            self._arrivals.remove(chunk)
+        return True
 
     def _accepts(self, chunk: int, epoch: int) -> bool:
         entry = self._chunks[chunk]

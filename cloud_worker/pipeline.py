@@ -105,6 +105,10 @@ class _Arrival:
     payload: bytes
     arrived_s: float
 
+    @property
+    def is_text(self) -> bool:
+        return self.level == TEXT_LEVEL
+
 
 class SessionPipeline:
     """Runs one session's work order; all methods are called on the event loop's thread."""
@@ -150,6 +154,7 @@ class SessionPipeline:
         self._emit = emit
         self._order = WorkOrder(ranges, step_tokens=step_tokens)
         self._arrivals: dict[int, _Arrival] = {}
+        self._decoding: dict[int, _Arrival] = {}
         self._text_start_s: dict[int, float] = {}
         self._question: Question | None = None
         self._decoder_has_work = asyncio.Event()
@@ -169,12 +174,15 @@ class SessionPipeline:
     @property
     def waiting_bytes(self) -> int:
         """Bytes of bitstreams that wait for the decoder or are being decoded."""
-        return sum(len(arrival.payload) for arrival in self._arrivals.values())
+        held = [*self._arrivals.values(), *self._decoding.values()]
+        return sum(len(arrival.payload) for arrival in held)
 
     def holds(self, chunk: int, epoch: int) -> bool:
         """Whether a bitstream that was taken in is still in memory."""
-        arrival = self._arrivals.get(chunk)
-        return arrival is not None and arrival.epoch == epoch and arrival.level != TEXT_LEVEL
+        return any(
+            arrival is not None and arrival.epoch == epoch and not arrival.is_text
+            for arrival in (self._arrivals.get(chunk), self._decoding.get(chunk))
+        )
 
     def bitstream_arrived(
         self, chunk: int, epoch: int, level: str, payload: bytes, *, now: float
@@ -197,8 +205,12 @@ class SessionPipeline:
     def aborted(self, chunk: int, epoch: int) -> None:
         """The agent gave this epoch up."""
         self._order.aborted(chunk, epoch)
-        if self._order.state(chunk) is ChunkState.MISSING:
-            self._arrivals.pop(chunk, None)
+        waiting = self._arrivals.get(chunk)
+        if waiting is None or waiting.epoch > epoch:
+            return
+        # What waits behind a decoding is not what the chunk's state says.
+        if self._order.state(chunk) in (ChunkState.MISSING, ChunkState.DECODING):
+            del self._arrivals[chunk]
 
     def question_arrived(self, question: Question) -> None:
         """Take in the question; the answer starts when the context is complete."""
@@ -212,6 +224,7 @@ class SessionPipeline:
         """Let go of the cache and of every bitstream; only after ``run`` has ended."""
         self._cache = None
         self._arrivals.clear()
+        self._decoding.clear()
 
     async def run(self) -> AnswerDone:
         """Work until the answer is complete; cancelling stops after the step that runs."""
@@ -226,8 +239,12 @@ class SessionPipeline:
             return await self._compute_loop(decoder)
         finally:
             decoder.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await decoder
+            while not decoder.done():
+                # A second cancellation must not end the wait: the decoder may be writing still.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({decoder})
+            if not decoder.cancelled():
+                decoder.result()
 
     async def _decode_loop(self) -> None:
         while not self._order.is_context_ready:
@@ -239,7 +256,7 @@ class SessionPipeline:
                 await self._decode(step)
 
     async def _decode(self, step: DecodeStep) -> None:
-        arrival = self._arrivals[step.chunk]
+        arrival = self._decoding[step.chunk] = self._arrivals.pop(step.chunk)
         token_start, token_stop = self._ranges[step.chunk]
 
         def work() -> None:
@@ -259,11 +276,14 @@ class SessionPipeline:
             timed = await self._executors.decode(work)
         except CodecError as error:
             self._order.decode_failed(step)
-            self._drop_arrival(step.chunk, arrival)
+            del self._decoding[step.chunk]
+            self._wake()
             self._emit(ChunkUnusable(step.chunk, step.epoch, arrival.level, str(error)))
             return
         self._order.decode_done(step)
-        self._drop_arrival(step.chunk, arrival)
+        del self._decoding[step.chunk]
+        # A later epoch that came meanwhile is of no use any more.
+        self._arrivals.pop(step.chunk, None)
         self._wake()
         kv_bytes = self._engine.geometry.num_bytes_per_token(2) * (token_stop - token_start)
         self._speeds.observe_decode(
@@ -373,7 +393,3 @@ class SessionPipeline:
     def _wake(self) -> None:
         self._decoder_has_work.set()
         self._engine_has_work.set()
-
-    def _drop_arrival(self, chunk: int, arrival: _Arrival) -> None:
-        if self._arrivals.get(chunk) is arrival:
-            del self._arrivals[chunk]

@@ -45,7 +45,6 @@ from wire import (
     PeerLost,
     ReceiverSession,
     Recompute,
-    RemoteProtocolError,
     Token,
 )
 from wire.aio import TransportError
@@ -123,8 +122,6 @@ class WorkerSession:
         except FrameError as error:
             # Damaged on its way, or not ours: it will be sent again, or never was.
             log.debug(Event.BROKER_ERROR, session_id=self._context.session_id, reason=str(error))
-        except RemoteProtocolError as error:
-            self.fail(FailCode.PROTOCOL, str(error))
         self._wake.set()
 
     def on_connection(self, *, is_up: bool) -> None:
@@ -206,6 +203,9 @@ class WorkerSession:
             case Cancel():
                 self._outcome, self._reason = "cancelled", event.reason
                 self._stop_work()
+            case Failed():
+                self._reason = f"{event.code}: {event.sentence}"
+                self._stop_work()
             case PeerLost():
                 self._outcome = "timeout"
                 self._reason = f"the agent was silent for {event.silent_s:.1f} s"
@@ -214,8 +214,12 @@ class WorkerSession:
                 pass
 
     def _on_chunk(self, event: ChunkComplete, now: float) -> None:
+        sentence = ""
         if event.kind is not ChunkKind.KV or event.part:
             sentence = "this worker takes no refinements"
+        elif event.level == TEXT_LEVEL:
+            sentence = "text is ordered and not sent as a bitstream"
+        if sentence:
             self._receiver.reject(
                 event.chunk, epoch=event.epoch, part=event.part, sentence=sentence, now=now
             )

@@ -175,6 +175,49 @@ def test_a_failed_decode_leaves_the_chunk_missing_for_a_later_epoch() -> None:
     assert work.front_tokens == 4
 
 
+@pytest.mark.parametrize("kind", ["bitstream", "text"])
+def test_an_attempt_that_comes_during_a_decode_is_taken_up_when_the_decode_fails(
+    kind: str,
+) -> None:
+    work = order()
+    assert work.bitstream_arrived(0, 0)
+    step = work.next_decode()
+    assert step is not None
+    offer = work.bitstream_arrived if kind == "bitstream" else work.text_ordered
+    assert offer(0, 1)
+    assert not offer(0, 1)
+    assert work.next_decode() is None
+    assert work.next_compute() is None
+    work.decode_failed(step)
+    if kind == "bitstream":
+        assert work.next_decode() == DecodeStep(0, 1)
+    else:
+        assert work.next_compute() == PrefillStep(0, 1, 0, 4, is_last=True)
+
+
+def test_an_attempt_that_comes_during_a_decode_is_dropped_when_the_decode_ends_well() -> None:
+    work = order()
+    assert work.bitstream_arrived(0, 0)
+    step = work.next_decode()
+    assert step is not None
+    assert work.bitstream_arrived(0, 1)
+    work.decode_done(step)
+    assert work.ready_chunks() == (0,)
+    assert work.next_decode() is None
+
+
+def test_an_attempt_that_waits_behind_a_decode_can_be_aborted() -> None:
+    work = order()
+    assert work.bitstream_arrived(0, 0)
+    step = work.next_decode()
+    assert step is not None
+    assert work.text_ordered(0, 1)
+    work.aborted(0, 1)
+    work.decode_failed(step)
+    assert work.state(0) is ChunkState.MISSING
+    assert work.bitstream_arrived(0, 2)
+
+
 def test_a_ready_chunk_is_never_written_again() -> None:
     work = order()
     decode(work, 0)
@@ -222,7 +265,8 @@ def test_any_arrivals_in_any_order_fill_every_token_once_and_front_first(
     computing: list[PrefillStep] = []
     answered = False
     while not answered:
-        missing = [i for i in epochs if work.state(i) is ChunkState.MISSING]
+        open_states = (ChunkState.MISSING, ChunkState.DECODING)
+        missing = [i for i in epochs if work.state(i) in open_states]
         moves = ["offer"] * bool(missing) + ["decode", "finish", "compute", "abort"]
         move = rng.choice(moves)
         if move == "offer":

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cloud_worker.executors import Executors
+from cloud_worker.order import ChunkState
 from cloud_worker.pipeline import (
     AnswerDone,
     AnswerToken,
@@ -17,7 +20,7 @@ from cloud_worker.pipeline import (
     SessionPipeline,
 )
 from cloud_worker.speeds import SpeedModel
-from codec import Codec
+from codec import Codec, DecodedChunk
 from engine import Sampling, TorchEngine
 
 CONTEXT = tuple(int(i) for i in np.random.default_rng(7).integers(3, 256, 50))
@@ -190,6 +193,82 @@ async def test_a_cancelled_session_ends_with_its_step_and_leaves_the_threads_fre
         await running
     assert executors.pending_compute_s == 0.0
     assert (await executors.compute(lambda: 42, deadline_s=0.0)).value == 42
+
+
+async def held_decoder(executors: Executors) -> tuple[threading.Event, asyncio.Task[object]]:
+    """Keep the decoder's thread busy until the event is set."""
+    release, began = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        began.set()
+        release.wait(10)
+
+    task: asyncio.Task[object] = asyncio.create_task(executors.decode(hold))
+    while not began.is_set():  # noqa: ASYNC110 # set by a thread
+        await asyncio.sleep(0.001)
+    return release, task
+
+
+@pytest.mark.parametrize("later", ["text", "bitstream"])
+@pytest.mark.parametrize("is_bad", [True, False])
+async def test_an_attempt_that_comes_during_a_decode_is_used_only_if_the_decode_fails(
+    engine: TorchEngine, codec: Codec, executors: Executors, later: str, is_bad: bool
+) -> None:
+    session = Session(engine, codec, executors)
+    pipeline, streams = session.pipeline, bitstreams(engine, codec)
+    pipeline.question_arrived(GREEDY)
+    running = asyncio.create_task(session.answer())
+    pipeline.bitstream_arrived(1, 0, "fp16", streams[1], now=0.0)
+    pipeline.bitstream_arrived(2, 0, "fp16", streams[2], now=0.0)
+    await session.until(ChunkReady, 2)
+    release, holding = await held_decoder(executors)
+    payload = b"not a bitstream" if is_bad else streams[0]
+    pipeline.bitstream_arrived(0, 0, "fp16", payload, now=0.0)
+    while pipeline.order.state(0) is not ChunkState.DECODING:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    if later == "text":
+        assert pipeline.text_ordered(0, 1, now=0.0)
+    else:
+        assert pipeline.bitstream_arrived(0, 1, "fp16", streams[0], now=0.0)
+    assert pipeline.holds(0, 0)
+    assert pipeline.holds(0, 1) == (later == "bitstream")
+    release.set()
+    await holding
+    assert (await running).token_ids == exact_answer(engine)
+    ready = {e.chunk: (e.epoch, e.level) for e in session.events if isinstance(e, ChunkReady)}
+    assert ready[0] == ((1, "text" if later == "text" else "fp16") if is_bad else (0, "fp16"))
+    assert not pipeline.holds(0, 0)
+    assert not pipeline.holds(0, 1)
+    assert pipeline.waiting_bytes == 0
+
+
+async def test_a_session_cancelled_twice_still_waits_for_its_decode(
+    engine: TorchEngine, codec: Codec, executors: Executors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(engine, codec, executors)
+    running = asyncio.create_task(session.pipeline.run())
+    streams = bitstreams(engine, codec)
+    session.pipeline.bitstream_arrived(0, 0, "fp16", streams[0], now=0.0)
+    await session.until(ChunkReady)
+    began, release = threading.Event(), threading.Event()
+    decode = Codec.decode
+
+    def slow_decode(*arguments: Any, **options: Any) -> DecodedChunk:
+        began.set()
+        release.wait(10)
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(Codec, "decode", slow_decode)
+    session.pipeline.bitstream_arrived(1, 0, "fp16", streams[1], now=0.0)
+    while not began.is_set():  # noqa: ASYNC110 # set by a thread
+        await asyncio.sleep(0.001)
+    for _ in range(3):
+        running.cancel()
+        await asyncio.sleep(0.01)
+        assert not running.done()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_two_sessions_take_turns_and_both_are_right(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import time
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,6 +23,7 @@ from wire import (
     Done,
     FailCode,
     Failed,
+    OutgoingChunk,
     Refuse,
     RefuseCode,
     Token,
@@ -30,6 +32,7 @@ from wire import (
 )
 from wire.aio import NatsServer, NatsTransport, NoResponders, Transport
 from wire.aio.memory import MemoryBroker
+from wire.frames import Frame, FrameType, pack
 
 
 @pytest.fixture
@@ -328,6 +331,38 @@ async def test_a_question_that_breaks_its_word_ends_the_session(
     failed = await agent.run(until=Failed)
     assert failed.code is FailCode.PROTOCOL
     assert named in failed.sentence
+
+
+async def test_an_agent_that_breaks_the_protocol_loses_its_session_and_its_memory(
+    bench: Bench,
+) -> None:
+    worker = await bench.worker()
+    agent = await bench.agent()
+    await agent.open()
+    frame = Frame(
+        type=FrameType.SEGMENT, session=agent.session_id, payload=b"x", chunk=99, sequence=1
+    )
+    await agent.data.publish(data_subject(TENANT, "w-1", agent.session_id), pack(frame))
+    failed = await agent.run(until=Failed)
+    assert failed.code is FailCode.PROTOCOL
+    await agent.flush()
+    await until(lambda: not worker.budget.reserved_bytes, within_s=2)
+    await settle(worker)
+    assert bench.count('kvtide_worker_sessions_total{outcome="failed"}') == 1
+
+
+async def test_a_bitstream_that_calls_itself_text_is_refused(bench: Bench) -> None:
+    await bench.worker()
+    agent = await bench.agent()
+    await agent.open()
+    agent.ask()
+    agent.sender.offer(OutgoingChunk(0, "text", agent.streams[0]), now=time.monotonic())
+    bad = await agent.run(until=ChunkBad)
+    assert (bad.chunk, bad.sentence) == (0, "text is ordered and not sent as a bitstream")
+    for chunk in range(3):
+        agent.send(chunk)
+    assert isinstance(await agent.run(), Done)
+    assert agent.tokens() == exact_answer(bench.engine)
 
 
 async def test_a_draining_worker_finishes_its_session_and_takes_no_other(bench: Bench) -> None:
