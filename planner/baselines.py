@@ -23,7 +23,7 @@ MEDIAN_WINDOW = 5
 EWMA_GAIN = 0.125
 """Gain of the mean. Source: RFC 6298, section 2 (the gain of the smoothed round trip)."""
 HARMONIC_WINDOW = 5
-"""Samples in the harmonic mean. Source: Yin et al., SIGCOMM 2015, section 7.1.2."""
+"""Samples in the harmonic mean. Source: Yin et al., SIGCOMM 2015 (past 5 chunks)."""
 MPC_STRETCH_S = 1.0
 """Length of what counts as one observation for RobustMPC. Unit: seconds."""
 
@@ -144,7 +144,7 @@ class RobustMpc(PointEstimator):
     A video chunk takes seconds; here a sample is the mean over about as long as the round trip, so
     samples are gathered into stretches of a second first.
 
-    Source: Yin et al., SIGCOMM 2015, section 4.3 and 7.1.2 (RobustMPC, past 5 chunks).
+    Source: Yin et al., SIGCOMM 2015 (RobustMPC, past 5 chunks).
     """
 
     name = "robust-mpc"

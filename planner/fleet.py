@@ -5,7 +5,7 @@ request that can still meet its deadline is served before one with a later deadl
 always moves. Must not know: sessions, HTTP.
 
 Source: earliest deadline first is optimal for one preemptible resource (Liu and Layland 1973,
-section 7; Jackson 1955 for release at once).
+section 7).
 """
 
 from __future__ import annotations

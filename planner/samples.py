@@ -21,7 +21,7 @@ MIN_SAMPLE_BYTES = 4096
 class DeliverySample:
     """One delivery-rate sample, in the manner of BBR: taken when a segment is acknowledged.
 
-    Source: draft-cheng-iccrg-delivery-rate-estimation-02, section 2.
+    Source: draft-cheng-iccrg-delivery-rate-estimation-02.
     """
 
     bytes: int
