@@ -240,7 +240,12 @@ class Agent:
                 self.metrics.add(names.EDGE_REQUESTS, 1, _outcome(error))
                 _log.warning(Event.TRANSFER_DONE, outcome=_outcome(error), error=_sentence(error))
                 raise
-        outcome = "ok" if answer.end is not None else "cancelled"
+        if answer.failure is not None:
+            # After the first token a failure is told in the stream, and the block ends quietly.
+            outcome = _outcome(answer.failure)
+            _log.warning(Event.TRANSFER_DONE, outcome=outcome, error=_sentence(answer.failure))
+        else:
+            outcome = "ok" if answer.end is not None else "cancelled"
         self.metrics.add(names.EDGE_REQUESTS, 1, outcome)
         if answer.end is not None:
             self._record(answer, answer.end.timeline)

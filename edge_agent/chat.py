@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from edge_agent.answer_text import AnswerText
 from edge_agent.api import ChatRequest
 from edge_agent.config import EdgeConfig
-from edge_agent.errors import BadRequest, ModelMismatch, TooLong
+from edge_agent.errors import AgentError, BadRequest, ModelMismatch, TooLong, UnknownContext
 from edge_agent.model import EdgeModel
 from edge_agent.store import ContextStore, StoredContext, is_prefix_text
 from edge_agent.threads import run_in
@@ -100,6 +100,7 @@ class Answer:
         self._transfer = transfer
         self._trace = trace
         self._end: AnswerEnd | None = None
+        self._failure: AgentError | None = None
 
     @property
     def text(self) -> str:
@@ -114,6 +115,11 @@ class Answer:
     def end(self) -> AnswerEnd | None:
         """How it ended; None while it runs."""
         return self._end
+
+    @property
+    def failure(self) -> AgentError | None:
+        """Why the transfer failed; None while it runs, after a good end and after a cancel."""
+        return self._failure
 
     def report_json(self) -> dict[str, Any]:
         """Return the ``kvtide`` object; empty before the answer has ended."""
@@ -139,7 +145,11 @@ class Answer:
         try:
             while (piece := await pieces.get()) is not None:
                 yield piece
-            self._end = await task
+            try:
+                self._end = await task
+            except AgentError as error:
+                self._failure = error
+                raise
             if rest := self._text.finish():
                 yield rest
             self.finish_reason = "stop" if self._text.is_stopped else self._end.finish_reason
@@ -207,7 +217,11 @@ class ChatService:
         )
         if found is None:
             return None, messages
-        context = pins.enter_context(self._store.use(found.context_id))
+        try:
+            context = pins.enter_context(self._store.use(found.context_id))
+        except UnknownContext:
+            # Evicted since it was found; the client named no context, so it is a plain chat.
+            return None, messages
         self._check_identity(context)
         return context, strip_context(messages, context.text_chars)
 
@@ -246,7 +260,7 @@ class ChatService:
         limit = self._model.engine.geometry.context_tokens
         prompt_tokens = len(question_ids) + (0 if context is None else context.num_tokens)
         if prompt_tokens >= limit:
-            raise TooLong(
+            raise TooLong.of(
                 num_tokens=prompt_tokens,
                 limit_tokens=limit - 1,
                 what="the prompt (context and question)",

@@ -7,7 +7,7 @@ The message is one sentence that names the thing. ``http.py`` turns these into r
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class AgentError(Exception):
@@ -74,12 +74,20 @@ class TooLong(AgentError):
     code = "context_too_long"
     error_type = "invalid_request_error"
 
-    def __init__(self, *, num_tokens: int, limit_tokens: int, what: str) -> None:
-        super().__init__(
+    @classmethod
+    def of(cls, *, num_tokens: int, limit_tokens: int, what: str) -> Self:
+        """Name the thing, its tokens and the limit."""
+        return cls(
             f"{what} has {num_tokens} tokens, more than the {limit_tokens} that the model takes"
         )
-        self.num_tokens = num_tokens
-        self.limit_tokens = limit_tokens
+
+
+class MessageTooLarge(AgentError):
+    """Context or question do not fit in one message of the broker."""
+
+    http_status = 413
+    code = "message_too_large"
+    error_type = "invalid_request_error"
 
 
 class ModelMismatch(AgentError):

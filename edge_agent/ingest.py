@@ -171,7 +171,7 @@ class Ingestor:
         token_ids = await run_in(self._disk, context_token_ids, self._engine.tokenizer, text)
         limit = self._engine.geometry.context_tokens - 1
         if len(token_ids) > limit:
-            raise TooLong(num_tokens=len(token_ids), limit_tokens=limit, what="the context")
+            raise TooLong.of(num_tokens=len(token_ids), limit_tokens=limit, what="the context")
         self._observe("tokenize", self._clock() - started)
         context = StoredContext(
             context_id=context_id

@@ -8,6 +8,7 @@ it is the one that is gone. Must not know: NATS, HTTP, how a worker is found.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -49,6 +50,7 @@ from wire import (
     WireError,
     bitstream_digest,
 )
+from wire.aio import TransportError
 
 READ_AHEAD_S = 0.1
 """A chunk is chosen this long before the link would run dry: reading and checking 5 MB took 30-90 ms on
@@ -179,20 +181,9 @@ class SessionLoop:
         except DeadlineRefused:
             await self._close("the deadline cannot be met")
             raise
-        session.ask(
-            Ask(
-                max_tokens=request.max_tokens,
-                temperature=request.temperature,
-                top_p=request.top_p,
-                seed=request.seed,
-                evaluate=request.evaluate,
-            ),
-            request.question_ids,
-            now=self._clock(),
-        )
-        self._timeline.question_sent_s = self._timeline.since_arrival(self._clock())
         reason = "the request ended"
         try:
+            self._ask()
             while True:
                 self._mailbox.bell.clear()
                 self._read_frames()
@@ -214,10 +205,27 @@ class SessionLoop:
                 await asyncio.gather(self._loading, return_exceptions=True)
             await self._close(reason)
 
+    def _ask(self) -> None:
+        request = self._request
+        self._session.ask(
+            Ask(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                seed=request.seed,
+                evaluate=request.evaluate,
+            ),
+            request.question_ids,
+            now=self._clock(),
+        )
+        self._timeline.question_sent_s = self._timeline.since_arrival(self._clock())
+
     async def _close(self, reason: str) -> None:
         session = self._session
         session.cancel(reason, now=self._clock())
-        await self._send()
+        # Whatever ended the session is what the caller has to hear, not that the broker is gone too.
+        with contextlib.suppress(TransportError):
+            await self._send()
         for settle in self._worker_times:
             settle()
         self._timeline.num_payload_bytes += session.num_bytes_sent
@@ -318,7 +326,13 @@ class SessionLoop:
         chunk = self._plan.chunks[event.chunk]
         record = self._timeline.chunks[event.chunk]
         self._note_worker_time(event.end_s, now)
+        if self._session.progress(chunk.index) is not None and event.epoch < chunk.epoch:
+            # An attempt that was given up came through; the newer one would be thrown away.
+            self._session.abort(chunk.index, now=now)
         chunk.stage = Stage.READY
+        if record.choice != event.level:
+            record.choice, record.num_bytes = event.level, chunk.sizes.get(event.level, 0)
+        record.epoch = event.epoch
         self._has_news = True
         self._plan.measured(chunk, level=event.level, seconds=event.end_s - event.start_s)
 
@@ -459,8 +473,12 @@ class SessionLoop:
             )
             self._metrics.add(names.EDGE_CORRUPT_CHUNKS, 1, level_label(level))
             self._plan.drop_level(chunk.index, level)
-            chunk.stage, chunk.choice = Stage.MISSING, None
+            if chunk.stage is Stage.IN_FLIGHT:
+                chunk.stage, chunk.choice = Stage.MISSING, None
         else:
+            if chunk.stage is not Stage.IN_FLIGHT:
+                # An earlier attempt came through while this one was read.
+                return
             chunk.epoch = self._session.offer(
                 OutgoingChunk(chunk=chunk.index, level=level, payload=payload, digest=digest),
                 now=self._clock(),

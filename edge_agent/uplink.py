@@ -19,6 +19,7 @@ from edge_agent.errors import (
     AgentError,
     BadRequest,
     DeadlineExceeded,
+    MessageTooLarge,
     ModelMismatch,
     NoWorker,
     TooLong,
@@ -39,6 +40,7 @@ from telemetry import Event, MetricSet, get_logger
 from wire import (
     Accept,
     ChunkRange,
+    Failed,
     Lane,
     Open,
     PayloadTooLarge,
@@ -211,8 +213,11 @@ class Uplink:
             return await loop.run()
         except TransportError as error:
             raise NoWorker(f"the connection to the broker failed: {error}") from error
+        except PayloadTooLarge as error:
+            raise MessageTooLarge(f"the question does not fit in one message: {error}") from error
         finally:
-            await run_in(self._disk, self._history.save)
+            # Read here: other requests teach the site on this thread while the file is written.
+            await run_in(self._disk, self._history.write, self._history.snapshot())
 
     async def _claim(
         self,
@@ -247,7 +252,9 @@ class Uplink:
             event = session.next_event()
             if isinstance(event, Accept):
                 return session, event
-            assert isinstance(event, Refuse)
+            if not isinstance(event, Refuse):
+                said = event.sentence if isinstance(event, Failed) else "no answer"
+                raise WorkerLost(f"a worker answered with something else: {said}")
             refusal = event
             if event.code not in _FOR_NOW:
                 raise _refused(event)
@@ -289,11 +296,7 @@ class Uplink:
                 peer_timeout_s=self._config.silence_timeout_s,
             )
         except PayloadTooLarge as error:
-            raise TooLong(
-                num_tokens=0 if context is None else context.num_tokens,
-                limit_tokens=0,
-                what="the context",
-            ) from error
+            raise MessageTooLarge(f"the context does not fit in one message: {error}") from error
 
     def _with_context(self, request: AnswerRequest) -> AnswerRequest:
         """Give a plain chat a context that was never stored: its tokens, to be recomputed.
@@ -354,7 +357,9 @@ def _refused(refuse: Refuse) -> AgentError:
     """Turn a refusal into the error that the client sees; the worker's sentence names both sides."""
     if refuse.code in _MISMATCH:
         return ModelMismatch(f"the worker refused the context: {refuse.sentence}")
-    if refuse.code in (RefuseCode.CONTEXT_TOO_LONG, RefuseCode.BAD_REQUEST):
+    if refuse.code is RefuseCode.CONTEXT_TOO_LONG:
+        return TooLong(f"the worker refused the request: {refuse.sentence}")
+    if refuse.code is RefuseCode.BAD_REQUEST:
         return BadRequest(f"the worker refused the request: {refuse.sentence}")
     return WorkerRefused(f"no worker takes the request now: {refuse.sentence}")
 

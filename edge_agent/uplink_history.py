@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from pathlib import Path
 
 from planner import InvalidHistory, SiteModel
@@ -25,6 +26,7 @@ class UplinkHistory:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
         self.site = self._load()
+        self._writing = threading.Lock()
 
     def _load(self) -> SiteModel:
         try:
@@ -38,13 +40,18 @@ class UplinkHistory:
             _log.warning(Event.UPLINK_FORGOTTEN, path=str(self._path), error=str(error))
         return SiteModel()
 
-    def save(self) -> None:
-        """Write what is known now. A full disk is not worth failing a request for."""
+    def snapshot(self) -> str:
+        """Return what is known now, on the thread that teaches the site."""
+        return json.dumps(self.site.to_plain())
+
+    def write(self, snapshot: str) -> None:
+        """Write a snapshot; from any thread. A full disk is not worth failing a request for."""
         part = self._path.with_suffix(".part")
-        try:
-            part.write_text(json.dumps(self.site.to_plain()), encoding="utf-8")
-            os.replace(part, self._path)
-        except OSError as error:
-            _log.warning(Event.UPLINK_FORGOTTEN, path=str(self._path), error=str(error))
-            with contextlib.suppress(OSError):
-                part.unlink()
+        with self._writing:
+            try:
+                part.write_text(snapshot, encoding="utf-8")
+                os.replace(part, self._path)
+            except OSError as error:
+                _log.warning(Event.UPLINK_FORGOTTEN, path=str(self._path), error=str(error))
+                with contextlib.suppress(OSError):
+                    part.unlink()

@@ -290,6 +290,28 @@ async def test_failure_after_the_first_token_is_an_error_event_without_done(
     events = [data for _, data in await sse(response)]
     assert events[-1]["error"]["code"] == "worker_lost"
     assert "[DONE]" not in events
+    metrics = await (await client.get("/metrics")).text()
+    assert 'kvtide_edge_requests_total{outcome="failed"} 1.0' in metrics
+    assert 'kvtide_edge_requests_total{outcome="cancelled"} 1.0' not in metrics
+
+
+async def test_context_that_is_evicted_after_it_was_found_leaves_a_plain_chat(
+    client: Client, store: ContextStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ingest(client)
+    find = store.find_by_text
+
+    def found_and_evicted(text: str, **options: Any) -> Any:
+        found = find(text, **options)
+        assert found is not None
+        store.delete(found.context_id)
+        return found
+
+    monkeypatch.setattr(store, "find_by_text", found_and_evicted)
+    body = ask(question=TEXT + "\n\nWhen?", kvtide={})
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status == 200, await response.text()
+    assert (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 async def test_client_that_goes_away_cancels_the_transfer(

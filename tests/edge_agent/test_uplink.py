@@ -25,8 +25,10 @@ from edge_agent.config import EdgeConfig
 from edge_agent.errors import (
     BadRequest,
     DeadlineExceeded,
+    MessageTooLarge,
     ModelMismatch,
     NoWorker,
+    TooLong,
     WorkerLost,
     WorkerRefused,
 )
@@ -38,8 +40,19 @@ from engine import TorchEngine, load_engine
 from telemetry import MetricSet, names
 from tests.edge_agent.conftest import write_tiny_model
 from tests.edge_agent.local_transfer import LocalTransfer
+from wire import (
+    WORKER_QUEUE,
+    Accept,
+    PayloadTooLarge,
+    SenderSession,
+    Speeds,
+    open_subject,
+)
+from wire.aio import Message
 from wire.aio.faults import Fault, FaultKind, Noise
 from wire.aio.memory import MemoryBroker, MemoryTransport
+from wire.frames import Frame, FrameType, pack, parse
+from wire.messages import pack_body
 
 TEXT = "The boiler in hall four was checked in May. " * 6
 QUESTION = tuple(b"\n\nWhen?")
@@ -347,6 +360,69 @@ async def test_full_worker_is_asked_again_until_the_claim_is_over(
     with pytest.raises(WorkerRefused, match="memory"):
         await world.ask(world.request())
     assert 0.2 < time.monotonic() - started < 1.0
+
+
+@pytest.mark.parametrize("answer", ["nothing granted", "a heartbeat"])
+async def test_answer_to_a_claim_that_makes_no_sense_is_worker_lost(
+    world: World, answer: str
+) -> None:
+    line = world.broker.connect(name="odd worker")
+
+    def reply(message: Message) -> None:
+        frame = parse(message.data)
+        if answer == "a heartbeat":
+            data = pack(Frame(type=FrameType.HEARTBEAT, session=frame.session, payload=b""))
+        else:
+            accept = Accept(
+                worker="odd",
+                window_bytes=0,
+                segment_bytes=0,
+                speeds=Speeds(1.0, 0.0, 0.0),
+                queue_delay_s=0.0,
+                backend="cpu",
+            )
+            payload = pack_body(accept)
+            data = pack(Frame(type=FrameType.ACCEPT, session=frame.session, payload=payload))
+        replies.append(asyncio.create_task(line.publish(message.reply, data)))
+
+    replies: list[asyncio.Task[None]] = []
+    await line.subscribe(open_subject("t"), reply, queue=WORKER_QUEUE)
+    with pytest.raises(WorkerLost, match="answered with something else"):
+        await world.ask(world.request())
+
+
+async def test_context_too_long_for_the_worker_is_413(world: World, executors: Executors) -> None:
+    # The worker counts context, question and answer; an agent with older limits may not.
+    await world.add_worker(executors, max_answer_tokens=100_000)
+    with pytest.raises(TooLong, match="the model takes"):
+        await world.ask(world.request(max_tokens=100_000))
+
+
+async def test_question_that_no_message_holds_is_413_and_leaves_nothing_behind(
+    world: World, executors: Executors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await world.add_worker(executors)
+
+    def too_large(*_: Any, **__: Any) -> None:
+        raise PayloadTooLarge("Ask", size_bytes=2, max_payload=1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SenderSession, "ask", too_large)
+        with pytest.raises(MessageTooLarge, match="the question"):
+            await world.ask(world.request())
+    await world.wait_until(lambda: worker.budget.reserved_bytes == 0)
+    assert not world.uplink._shares._sessions
+    await world.ask(world.request())
+    assert world.tokens == await world.expected()
+
+
+async def test_context_that_no_message_holds_is_413(
+    world: World, executors: Executors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.add_worker(executors)
+    monkeypatch.setattr(Broker, "max_payload", 500)
+    with pytest.raises(MessageTooLarge, match="the context"):
+        await world.ask(world.request())
 
 
 async def test_cancel_frees_the_worker_at_once(world: World, executors: Executors) -> None:
