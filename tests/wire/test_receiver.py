@@ -26,7 +26,7 @@ from wire import (
     bitstream_digest,
     parse_open,
 )
-from wire.frames import Frame, FrameType, pack
+from wire.frames import Frame, FrameType, pack, parse
 from wire.messages import ChunkDescriptor, ChunkKind, pack_body, pack_message
 from wire.receiver import MAX_COMPLETE_EPOCHS
 
@@ -188,6 +188,52 @@ def test_credit_comes_back_once_when_a_whole_epoch_was_given_up_late() -> None:
     duet.settle(lambda: True, on_step=lambda: None)
     assert duet.sender.credit_bytes == 4000
     assert duet.receiver.held_bytes == 0
+
+
+def test_a_newer_epoch_replaces_an_older_one_and_stale_segments_are_only_acknowledged() -> None:
+    duet = Duet()
+    payload = bytes(range(200)) * 10
+    new = descriptor(2000, digest=bitstream_digest(payload))
+    duet.receiver.receive(segment(0, descriptor(1500)), now=duet.now)
+    duet.receiver.receive(segment(1, b"o" * 1000), now=duet.now)
+    assert duet.receiver.held_bytes == 1000
+    duet.receiver.receive(segment(0, new, epoch=1), now=duet.now)
+    assert duet.receiver.held_bytes == 0
+    duet.collect()
+    stale = [segment(0, descriptor(1500)), segment(1, b"o" * 1000), segment(2, b"o" * 500)]
+    for data in stale:
+        duet.receiver.receive(data, now=duet.now)
+    acks = [parse(parcel.data) for parcel in duet.collect()]
+    assert [(ack.type, ack.epoch, ack.sequence) for ack in acks] == [
+        (FrameType.ACK, 0, number) for number in range(3)
+    ]
+    assert duet.receiver.held_bytes == 0
+    duet.receiver.receive(segment(1, payload[:1000], epoch=1), now=duet.now)
+    duet.receiver.receive(segment(2, payload[1000:], epoch=1), now=duet.now)
+    duet.collect()
+    complete = duet.received[-1]
+    assert isinstance(complete, ChunkComplete)
+    assert (complete.epoch, complete.payload) == (1, payload)
+
+
+def test_an_abort_frees_what_was_held_and_its_stragglers() -> None:
+    duet = Duet(window_bytes=4000)
+    duet.accept()
+    duet.deliver(duet.parcels.pop())
+    duet.sender.offer(OutgoingChunk(0, "any", bytes(3500)), now=duet.now)
+    first, second, *late = duet.collect()
+    duet.parcels.clear()
+    duet.deliver(first)
+    duet.deliver(second)
+    assert duet.receiver.held_bytes == 1000
+    duet.sender.abort(0, now=duet.now)
+    duet.collect()
+    duet.settle(lambda: duet.sender.credit_bytes == 4000, on_step=lambda: None)
+    assert duet.receiver.held_bytes == 0
+    for parcel in late:
+        duet.deliver(parcel)
+    assert duet.receiver.held_bytes == 0
+    assert not any(isinstance(event, ChunkComplete) for event in duet.received)
 
 
 def test_frames_of_another_session_or_of_nothing_leave_it_as_it_was() -> None:
