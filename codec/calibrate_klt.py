@@ -46,7 +46,7 @@ RIDGE = 10.0
 ENERGY_CLIP = 1e5
 """Most that a token counts in the regression, in medians: a handful of sinks would decide alone."""
 
-STEPS = tuple(float(1e-4 * 3 ** (k / 2)) for k in (-6, -5, -4, -3, -2, -1, 0, 1, 2))
+STEPS = tuple(float(1e-4 * 3 ** (k / 2)) for k in range(-5, 3))
 """Steps of the levels, finest first, a factor of sqrt(3) apart: two levels up is a refinement by 3."""
 
 SCALE_CLASSES_PER_OCTAVE = 3
