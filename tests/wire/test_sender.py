@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.wire.duet import SESSION, Duet
+from tests.wire.duet import SESSION, Duet, Parcel
 from tests.wire.shells import make_accept, make_open
 from wire import (
     Accept,
@@ -282,3 +282,69 @@ def test_a_cancel_is_repeated_until_it_is_known_but_not_for_ever() -> None:
         now = due
     assert sendings >= 3
     assert now == 5.0
+
+
+def segments_to(parcels: list[Parcel]) -> list[tuple[int, int]]:
+    """Chunk and sequence of the segments among some parcels."""
+    frames = [parse(parcel.data) for parcel in parcels if parcel.to_worker]
+    return [(f.chunk, f.sequence) for f in frames if f.type is FrameType.SEGMENT]
+
+
+def test_no_more_is_sent_than_there_is_credit_for() -> None:
+    duet = Duet(window_bytes=4000)
+    duet.accept()
+    for chunk in range(2):
+        duet.sender.offer(OutgoingChunk(chunk, "any", bytes(3000)), now=duet.now)
+    sent: set[tuple[int, int]] = set()
+    for _ in range(10):
+        duet.tick(0.02)
+        batch, duet.parcels = duet.parcels, []
+        sent |= set(segments_to(batch))
+        for parcel in batch:
+            duet.deliver(parcel)
+    assert sent == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)}
+    assert duet.sender.credit_bytes == 0
+    assert not duet.receiver.is_over
+
+
+def test_a_gap_is_asked_about_at_once_and_nothing_is_sent_on_a_guess() -> None:
+    duet = Duet()
+    duet.accept()
+    duet.sender.offer(OutgoingChunk(0, "any", bytes(9000)), now=duet.now)
+    duet.collect()
+    asked = False
+    while duet.parcels and not asked:
+        parcel = duet.parcels.pop(0)
+        frame = parse(parcel.data)
+        asked = frame.type is FrameType.HAVE_QUERY
+        if (frame.type, frame.sequence) != (FrameType.SEGMENT, 1):
+            duet.deliver(parcel)
+    # No time went by at all.
+    assert asked
+    assert duet.sender.num_bytes_resent == 0
+    duet.settle(lambda: duet.sender.progress(0) is None, on_step=lambda: None)
+    assert duet.sender.num_bytes_resent == 1000
+
+
+def test_an_answer_says_nothing_of_what_was_sent_behind_its_question() -> None:
+    duet = Duet()
+    duet.accept()
+    duet.deliver(duet.parcels.pop())
+    duet.sender.offer(OutgoingChunk(0, "any", bytes(500)), now=duet.now)
+    lost = duet.collect()
+    duet.parcels.clear()
+    duet.tick(0.6)
+    duet.sender.offer(OutgoingChunk(1, "any", bytes(600)), now=duet.now)
+    duet.collect()
+    assert segments_to(lost) == [(0, 0), (0, 1)]
+    assert segments_to(duet.parcels) == [(1, 0), (1, 1)]
+    questions = [p for p in duet.parcels if parse(p.data).type is FrameType.HAVE_QUERY]
+    (question,) = questions
+    duet.parcels.remove(question)
+    duet.deliver(question)
+    (answer,) = [p for p in duet.parcels if parse(p.data).type is FrameType.HAVE]
+    duet.parcels.remove(answer)
+    duet.deliver(answer)
+    assert segments_to(duet.parcels) == [(1, 0), (1, 1), (0, 0), (0, 1)]
+    duet.settle(lambda: duet.sender.bytes_in_flight == 0, on_step=lambda: None)
+    assert duet.receiver.num_bytes_repeated == 0

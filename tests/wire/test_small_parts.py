@@ -25,6 +25,7 @@ from wire import (
     open_subject,
     reply_subject,
 )
+from wire.delivery import DeliveryMeter
 from wire.frames import FrameType
 from wire.have import HaveTransfer, pack_bits, pack_have, parse_have
 from wire.messages import ChunkDescriptor, ChunkKind
@@ -189,3 +190,54 @@ def test_every_state_has_a_row_and_can_be_reached(table: Any, kind: Any) -> None
     reached = {next(iter(table))} | {end for moves in table.values() for end in moves.values()}
     assert reached == set(kind)
     assert draw(table).startswith("stateDiagram-v2")
+
+
+def test_nothing_counts_against_a_peer_while_the_connection_is_down() -> None:
+    clock = PeerClock(now=0.0, lost_after_s=60.0)
+    clock.on_heard(now=0.0)
+    clock.on_connection(is_up=False, now=1.0)
+    assert clock.next_timer() is None
+    assert clock.check(now=1000.0) is None
+    assert not clock.is_heartbeat_due(now=1000.0)
+    clock.on_connection(is_up=True, now=1000.0)
+    assert clock.is_heartbeat_due(now=1000.0)
+    assert clock.check(now=1002.9) is None
+    assert clock.check(now=1003.0) is not None
+
+
+def test_a_repeated_old_message_is_neither_delivered_nor_kept() -> None:
+    left, right = ReliableLane(SESSION), ReliableLane(SESSION)
+    for _ in range(3):
+        left.send(b"x")
+    frames = left.frames_to_send(now=0.0)
+    assert len([message for frame in frames for message in right.receive(frame)]) == 3
+    for frame in frames:
+        assert right.receive(frame) == []
+    assert not right._held
+
+
+def test_the_acknowledgement_of_a_repeated_segment_times_nothing() -> None:
+    meter = DeliveryMeter()
+    first = meter.on_sent(1000, window_full=False, now=0.0)
+    assert meter.on_acked([first], now=0.1) is not None
+    again = meter.on_sent(1000, window_full=False, is_repeat=True, now=1.0)
+    assert meter.on_acked([again], now=1.001) is None
+    assert meter.min_rtt_s == 0.1
+    assert meter.in_flight_bytes == 0
+    assert meter.delivered_bytes == 2000
+
+
+def test_every_ten_seconds_the_window_shrinks_until_a_bare_round_trip_was_seen() -> None:
+    meter = DeliveryMeter()
+    least = 4 * 1000
+    now = 0.0
+    for rtt_s in (0.05, *[0.2] * 51):
+        mark = meter.on_sent(20_000, window_full=True, now=now)
+        now += rtt_s
+        meter.on_acked([mark], now=now)
+    assert meter.min_rtt_s == 0.05
+    assert meter.window_bytes(segment_bytes=1000) == least
+    mark = meter.on_sent(1000, window_full=True, now=now)
+    meter.on_acked([mark], now=now + 0.08)
+    assert meter.min_rtt_s == pytest.approx(0.08)
+    assert meter.window_bytes(segment_bytes=1000) > least
