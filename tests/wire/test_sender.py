@@ -26,9 +26,10 @@ from wire import (
     SenderState,
     refusal_frame,
 )
+from wire.delivery import DeliveryMeter
 from wire.frames import Frame, FrameType, pack, parse
-from wire.messages import pack_body, pack_message
-from wire.transfer import ACK
+from wire.messages import ChunkDescriptor, ChunkKind, pack_body, pack_message
+from wire.transfer import ACK, InFlight, SendTransfer
 
 
 def new_sender(*, max_payload: int = 1 << 20) -> SenderSession:
@@ -348,3 +349,66 @@ def test_an_answer_says_nothing_of_what_was_sent_behind_its_question() -> None:
     assert segments_to(duet.parcels) == [(1, 0), (1, 1), (0, 0), (0, 1)]
     duet.settle(lambda: duet.sender.bytes_in_flight == 0, on_step=lambda: None)
     assert duet.receiver.num_bytes_repeated == 0
+
+
+def test_coming_back_is_followed_by_a_question_and_everything_unacknowledged_at_once() -> None:
+    duet = Duet()
+    duet.accept()
+    duet.sender.offer(OutgoingChunk(0, "any", bytes(2000)), now=duet.now)
+    duet.sender.recompute(1, now=duet.now)
+    duet.collect()
+    duet.parcels.clear()
+    duet.sender.on_connection(is_up=False, now=duet.now)
+    duet.sender.on_connection(is_up=True, now=duet.now)
+    kinds = {parse(parcel.data).type for parcel in duet.collect()}
+    assert kinds == {FrameType.HAVE_QUERY, FrameType.MESSAGE}
+
+
+def test_a_worker_says_everything_again_to_an_agent_that_was_silent() -> None:
+    duet = Duet()
+    duet.accept()
+    duet.deliver(duet.parcels.pop())
+    ready = ChunkReady(0, 0, 0, "any", 0.0, 0.0, 0.0)
+    duet.receiver.chunk_ready(ready, now=duet.now)
+    # Sent at 0, 0.5, 1.5 and 3.5 s, next due at 7.5 s.
+    for _ in range(8):
+        duet.tick(0.5)
+    assert any(isinstance(event, PeerSilent) for event in duet.received)
+    duet.parcels.clear()
+    duet.receiver.receive(pack(Frame(FrameType.HEARTBEAT, SESSION)), now=duet.now)
+    kinds = [parse(parcel.data).type for parcel in duet.collect() if not parcel.to_worker]
+    assert FrameType.MESSAGE in kinds
+
+
+def upcoming(transfer: SendTransfer) -> int | None:
+    return transfer.next_to_send
+
+
+def test_a_segment_that_counted_as_lost_and_arrived_is_not_sent_again() -> None:
+    transfer = SendTransfer(
+        chunk=0,
+        part=0,
+        epoch=0,
+        descriptor=ChunkDescriptor(ChunkKind.KV, "any", 2500, 1000, bytes(32)),
+        payload=bytes(2500),
+    )
+    meter = DeliveryMeter()
+    for order in range(4):
+        sequence = transfer.next_to_send
+        assert sequence == order
+        mark = meter.on_sent(1000, window_full=False, now=0.0)
+        transfer.on_sent(sequence, InFlight(sequence, mark, order))
+    assert upcoming(transfer) is None
+    transfer.on_lost(1)
+    transfer.on_lost(3)
+    assert upcoming(transfer) == 1
+    transfer.on_arrived(2, 0, 1)
+    assert upcoming(transfer) == 3
+    assert transfer.acked_bytes == 1000
+    transfer.on_arrived(2, 0, 1)
+    transfer.on_found(1)
+    assert transfer.acked_bytes == 1000
+    transfer.on_arrived(4, 0, 3)
+    assert transfer.is_acked
+    assert transfer.acked_bytes == 2500
+    assert upcoming(transfer) is None
