@@ -25,6 +25,7 @@ from edge_agent.threads import run_in
 from edge_agent.timeline import Timeline
 from engine import TokenizerError
 from engine.prompt import Message, plain_prompt, question_token_ids, strip_context
+from planner import default_estimator
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +267,7 @@ class ChatService:
                 what="the prompt (context and question)",
             )
         max_tokens = chat.max_tokens or self._config.default_max_tokens
+        policy = chat.policy or self._config.policy
         return AnswerRequest(
             session=secrets.token_hex(16),
             context=context,
@@ -274,8 +276,8 @@ class ChatService:
             temperature=chat.temperature,
             top_p=chat.top_p,
             seed=chat.seed,
-            policy=chat.policy or self._config.policy,
-            estimator=chat.estimator or self._config.estimator,
+            policy=policy,
+            estimator=chat.estimator or self._config.estimator or default_estimator(policy),
             deadline_s=chat.deadline_s or self._config.deadline_s,
             strict=chat.strict,
             evaluate=chat.evaluate,

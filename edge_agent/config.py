@@ -71,8 +71,8 @@ class EdgeConfig:
     """Codec profile files; empty takes the ones bundled for the model."""
     policy: str = "cachegen"
     """Policy used when a request names none."""
-    estimator: str = "median-rate"
-    """Bandwidth estimator used when a request names none."""
+    estimator: str = ""
+    """Bandwidth estimator used when a request names none; empty takes the one that suits the policy."""
     deadline_s: float = 5.0
     """Time to first token aimed at when a request names none. Unit: seconds."""
     request_timeout_s: float = 120.0

@@ -24,7 +24,13 @@ from planner.model import (
     WorkerProgress,
 )
 from planner.policies import CachegenPolicy, FixedPolicy, Policy, TextPolicy
-from planner.registry import estimator_names, make_estimator, make_policy, policy_names
+from planner.registry import (
+    default_estimator,
+    estimator_names,
+    make_estimator,
+    make_policy,
+    policy_names,
+)
 from planner.samples import DeliverySample, Estimator
 from planner.site import SiteModel
 
@@ -54,6 +60,7 @@ __all__ = [
     "UnknownEstimator",
     "UnknownPolicy",
     "WorkerProgress",
+    "default_estimator",
     "estimator_names",
     "make_estimator",
     "make_policy",

@@ -49,6 +49,13 @@ def estimator_names() -> tuple[str, ...]:
     return tuple(_ESTIMATORS)
 
 
+def default_estimator(policy: str) -> str:
+    """Name the estimator that suits a policy: one that knows its uncertainty where the policy uses it."""
+    if policy.startswith("kvtide"):
+        return PredictiveEstimator.name
+    return MedianRate.name
+
+
 def make_policy(name: str) -> Policy:
     """Build a policy: one per request, because a policy may remember.
 

@@ -15,7 +15,15 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from planner import TEXT, ChunkOptions, Decision, LevelUnavailable, make_estimator, make_policy
+from planner import (
+    TEXT,
+    ChunkOptions,
+    Decision,
+    LevelUnavailable,
+    default_estimator,
+    make_estimator,
+    make_policy,
+)
 from planner.cost import CostModel, LevelCost, WorkerSpeeds
 from planner.simulate import (
     ChunkRecord as PlannedChunk,
@@ -43,7 +51,6 @@ from scenarios.trace import Trace
 from scenarios.workload import CHARS_PER_TOKEN, build_context
 
 DEFAULT_CHUNK_TOKENS = 1536
-DEFAULT_ESTIMATOR = "median-rate"
 """What the agent takes where a scenario names none."""
 CHAT_FRAME_TOKENS = 25
 """Tokens of the chat template around a question."""
@@ -280,7 +287,7 @@ def _simulate_request(world: _World, request: client.Ask, at_s: float) -> Reques
                 ),
                 SimulatedLink(world.link, delay_s=world.up.delay_s),
                 make_policy(request.request_policy),
-                make_estimator(request.estimator or DEFAULT_ESTIMATOR),
+                make_estimator(request.estimator or default_estimator(request.request_policy)),
                 start_s=begin_s,
             )
         except LevelUnavailable as error:

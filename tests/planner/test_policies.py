@@ -16,6 +16,7 @@ from planner import (
     TextPolicy,
     UnknownEstimator,
     UnknownPolicy,
+    default_estimator,
     estimator_names,
     make_estimator,
     make_policy,
@@ -149,3 +150,10 @@ def test_point_estimates_answer_alike_for_every_quantile_and_invert() -> None:
         assert time_s == pytest.approx(5.02)
         assert estimator.bytes_within(time_s, quantile, now=0.0) == pytest.approx(5e6)
     assert estimator.time_quantile_s(0, 0.5, now=0.0) == 0.0
+
+
+def test_only_the_policy_that_uses_uncertainty_gets_the_predictive_estimator() -> None:
+    assert {default_estimator(name) for name in ("kvtide", "kvtide-fastest")} == {"predictive"}
+    assert {default_estimator(name) for name in ("text", "fixed:int8", "cachegen")} == {
+        "median-rate"
+    }

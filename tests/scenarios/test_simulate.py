@@ -27,6 +27,7 @@ LEVELS = (
     LevelCost("cachegen:1", 4.2, 0.01),
     LevelCost("cachegen:2", 3.1, 0.03),
     LevelCost("cachegen:3", 2.4, 0.08),
+    LevelCost("klt:4", 0.63, 0.01),
 )
 COST = CostSpec(levels=LEVELS, overhead_s=0.1)
 
