@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from edge_agent.keys import ChunkSpan
-from edge_agent.planning import Plan, build_plan, decision_json
+from edge_agent.planning import SHARED_CORES_SLOWDOWN, Plan, build_plan, decision_json
 from planner import TEXT, Decision, Reason, Stage
 from wire import Accept, HaveChunk, Speeds
 
@@ -21,7 +21,7 @@ def make_plan(**changes: Any) -> Plan:
         segment_bytes=65536,
         speeds=Speeds(decode_bytes_per_s=1000.0, prefill_base_s=0.001, prefill_slope_s=0.0),
         queue_delay_s=0.5,
-        backend="cpu",
+        backend=changes.pop("backend", "cuda"),
         have=changes.pop("have", ()),
     )
     return build_plan(
@@ -48,6 +48,13 @@ def test_choices_carry_bytes_times_and_measured_losses() -> None:
     assert coarse.loss == pytest.approx(2.0)
     assert (text.name, text.num_bytes, text.is_text) == (TEXT, 0, True)
     assert text.prefill_s == pytest.approx(0.1)
+
+
+def test_worker_whose_cores_also_decode_is_planned_slower_at_prefill_alone() -> None:
+    shared, alone = (make_plan(backend=name) for name in ("cpu", "cuda"))
+    slow, fast = (plan.options(plan.chunks[0]).choices for plan in (shared, alone))
+    assert slow[-1].prefill_s == pytest.approx(SHARED_CORES_SLOWDOWN * fast[-1].prefill_s)
+    assert slow[:-1] == fast[:-1]
 
 
 def test_level_without_a_measured_loss_is_offered_last() -> None:
