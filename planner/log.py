@@ -88,7 +88,7 @@ def to_lines(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def read_decisions(text: str) -> list[LoggedDecision]:
-    """Read a log: JSON lines, a JSON list, or an answer of the agent with its ``kvtide`` object.
+    """Read decisions: JSON lines, a JSON list, an answer of the agent, or the agent's own log.
 
     Raises:
         InvalidLog: it is none of these; the message names the line and the field.
@@ -112,7 +112,7 @@ def _rows(text: str) -> Sequence[Any]:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise InvalidLog(f"line {number} of the decision log is not JSON") from error
-        return rows
+        return _of_program_log(rows)
     for key in ("kvtide", "decisions"):
         if isinstance(whole, dict) and key in whole:
             whole = whole[key]
@@ -121,6 +121,16 @@ def _rows(text: str) -> Sequence[Any]:
     if not isinstance(whole, list):
         raise InvalidLog("the decision log is neither lines, nor a list, nor an answer")
     return whole
+
+
+def _of_program_log(rows: Sequence[Any]) -> Sequence[Any]:
+    """Pick the decisions out of a program's log, where each is the `decision` of an event."""
+    if not all(isinstance(row, dict) and "event" in row for row in rows):
+        return rows
+    decisions = [row["decision"] for row in rows if "decision" in row]
+    if not decisions:
+        raise InvalidLog("the log holds no decision; the agent logs them at level debug")
+    return decisions
 
 
 def _decision(row: Any, number: int) -> LoggedDecision:

@@ -47,12 +47,22 @@ def test_a_list_an_answer_and_lines_are_all_read() -> None:
     assert read_decisions(json.dumps(rows[0])) == lines[:1]
 
 
+def test_the_agents_own_log_is_read_past_its_other_events() -> None:
+    rows = records()
+    log: list[dict[str, object]] = [
+        {"event": "listening"},
+        *({"event": "plan.decision", "decision": row} for row in rows),
+    ]
+    assert read_decisions(to_lines(log)) == read_decisions(to_lines(rows))
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("", "empty"),
         ("{}\nnonsense", "line 2"),
         ('"text"', "neither lines"),
+        ('{"event": "ready"}\n{"event": "stopped"}', "holds no decision.*level debug"),
         ("[5]", "decision 1 is not an object"),
         ("[{}]", "decision 1 has reason None"),
         ('[{"reason": "whim"}]', "unknown reason 'whim'"),
