@@ -49,10 +49,8 @@ def test_a_list_an_answer_and_lines_are_all_read() -> None:
 
 def test_the_agents_own_log_is_read_past_its_other_events() -> None:
     rows = records()
-    log: list[dict[str, object]] = [
-        {"event": "listening"},
-        *({"event": "plan.decision", "decision": row} for row in rows),
-    ]
+    log: list[dict[str, object]] = [{"event": "listening"}]
+    log += [{"event": "plan.decision", "decision": row} for row in rows]
     assert read_decisions(to_lines(log)) == read_decisions(to_lines(rows))
 
 
