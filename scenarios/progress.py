@@ -29,6 +29,7 @@ class TerminalProgress:
         self._bar: tqdm[Any] | None = None
         self._bar_name = ""
         self._requests: tqdm[Any] | None = None
+        self._said: set[str] = set()
 
     def stage(self, name: str) -> None:
         """Say what begins."""
@@ -43,7 +44,9 @@ class TerminalProgress:
             self._close_bar()
             self._bar_name = name
             self._bar = self._new_bar(name, total)
-            if not self._stream.isatty():
+            # Chunks pass through the stages in turn: without a terminal each is said once.
+            if not self._stream.isatty() and name not in self._said:
+                self._said.add(name)
                 self._write(name)
         if self._bar is not None:
             self._bar.total = total
