@@ -359,8 +359,11 @@ class ReceiverSession:
         return transfer
 
     def _add(self, frame: Frame, transfer: ReceiveTransfer) -> None:
-        # The agent may not hold more here than it was granted, whatever it says about aborts.
-        if self._held_bytes + len(frame.payload) > self._accept.window_bytes:
+        # The agent may not hold more here than it was granted, whatever it says about aborts. A repeat
+        # adds nothing, and may well come while the window is full.
+        is_repeat = frame.sequence < transfer.count and transfer.received[frame.sequence]
+        room = self._accept.window_bytes - self._held_bytes
+        if not is_repeat and len(frame.payload) > room:
             raise RemoteProtocolError(
                 f"agent overran its window of {self._accept.window_bytes} bytes"
             )

@@ -126,6 +126,17 @@ def test_an_agent_cannot_make_the_worker_hold_more_than_its_window() -> None:
     assert "overran its window of 3000 bytes" in breach(duet, segment(2, bytes(1000)))
 
 
+def test_a_repeated_segment_is_no_breach_while_the_window_is_full() -> None:
+    duet = Duet(window_bytes=3000)
+    for chunk in range(3):
+        duet.receiver.receive(segment(0, descriptor(2000), chunk=chunk), now=duet.now)
+        duet.receiver.receive(segment(1, bytes(1000), chunk=chunk), now=duet.now)
+    duet.receiver.receive(segment(1, bytes(1000)), now=duet.now)
+    assert duet.receiver.held_bytes == 3000
+    assert duet.receiver.num_bytes_repeated == 1000
+    assert not duet.receiver.is_over
+
+
 def test_an_agent_cannot_make_the_worker_remember_epochs_without_bound() -> None:
     duet = Duet()
     digest = bitstream_digest(b"x")
