@@ -50,6 +50,11 @@ class DeadlineThread:
         self._thread = threading.Thread(target=self._loop, name=name)
         self._thread.start()
 
+    @property
+    def num_waiting(self) -> int:
+        """Steps that wait for their turn."""
+        return self._steps.qsize()
+
     def submit(self, step: Callable[[], T], deadline_s: float) -> Future[T]:
         """Queue a step; a future that is cancelled before its turn is never run."""
         if self._is_closed:
@@ -98,6 +103,11 @@ class Executors:
     def pending_compute_s(self) -> float:
         """Predicted time of the compute steps that run or wait now."""
         return max(0.0, self._pending_compute_s)
+
+    @property
+    def num_waiting(self) -> int:
+        """Compute steps that wait for their turn."""
+        return self._compute.num_waiting
 
     async def decode(self, step: Callable[[], T]) -> Timed[T]:
         """Run a step on a decoder thread; see ``_finish`` for cancellation."""

@@ -291,11 +291,18 @@ async def test_the_session_with_the_earlier_deadline_is_prefilled_first(
 ) -> None:
     late = Session(engine, codec, executors, step_tokens=2, deadline_s=2e9)
     early = Session(engine, codec, executors, step_tokens=2, deadline_s=1e9)
+    # The thread is held until both wait for it: who came first must not matter.
+    gate = threading.Event()
+    held = asyncio.create_task(executors.compute(gate.wait, deadline_s=0.0))
     for session in (late, early):
         session.pipeline.question_arrived(GREEDY)
         for chunk in range(3):
             session.pipeline.text_ordered(chunk, 0, now=0.0)
-    await asyncio.gather(late.answer(), early.answer())
+    answers = asyncio.gather(late.answer(), early.answer())
+    while executors.num_waiting < 2:  # noqa: ASYNC110 - the queue tells nobody
+        await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(held, answers)
     ends = [
         max(e.end_s for e in session.events if isinstance(e, ChunkReady))
         for session in (late, early)
