@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from edge_agent.keys import ChunkSpan
 from planner import (
@@ -211,35 +210,3 @@ def build_plan(
         deadline_s=deadline_s,
         arrived_at=arrived_at,
     )
-
-
-def decision_json(decision: Decision, state: TransferState) -> dict[str, Any]:
-    """Build the record of a decision: what was known, what could be chosen, what was and why."""
-    options = state.chunks[decision.chunk_index].options
-    return {
-        "at_s": round(state.elapsed_s, 6),
-        "chunk": decision.chunk_index,
-        "choice": decision.choice.name,
-        "reason": decision.reason.value,
-        "abandons": decision.abandons,
-        "meets_deadline": decision.meets_deadline,
-        "expected_ttft_s": _finite(decision.expected_ttft_s),
-        "ttft_quantiles": [[q, _finite(at)] for q, at in decision.ttft_quantiles],
-        "rate_bytes_per_s": _finite(decision.rate_bytes_per_s),
-        "plan": {str(chunk): name for chunk, name in decision.plan.items()},
-        "candidates": [
-            {
-                "choice": choice.name,
-                "bytes": choice.num_bytes,
-                "decode_s": round(choice.decode_s, 6),
-                "prefill_s": round(choice.prefill_s, 6),
-                "loss": _finite(choice.loss),
-            }
-            for choice in options.choices
-        ],
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    # JSON has no infinity.
-    return None if value is None or not math.isfinite(value) else round(value, 6)

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from edge_agent.chat import AnswerRequest
 from edge_agent.errors import BadRequest, CorruptChunk, DeadlineRefused, WorkerLost
-from edge_agent.planning import Plan, TrackedChunk, decision_json
+from edge_agent.planning import Plan, TrackedChunk
 from edge_agent.sharing import UplinkShares
 from edge_agent.store import ContextStore
 from edge_agent.threads import run_in
@@ -31,6 +31,7 @@ from planner import (
     Stage,
     TransferState,
 )
+from planner.log import decision_record
 from telemetry import Event, MetricSet, get_logger, level_label, names
 from wire import (
     Answered,
@@ -395,7 +396,7 @@ class SessionLoop:
             decision = self._decide(state, now, wants_chunk=wants_chunk)
             if decision is None:
                 return
-            record = decision_json(decision, state)
+            record = decision_record(decision, state)
             self._timeline.decisions.append(record)
             _log.debug(Event.DECISION, session_id=self._timeline.session, decision=record)
             self._carry_out(decision, now)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from edge_agent.keys import ChunkSpan
-from edge_agent.planning import SHARED_CORES_SLOWDOWN, Plan, build_plan, decision_json
+from edge_agent.planning import SHARED_CORES_SLOWDOWN, Plan, build_plan
 from planner import TEXT, Decision, Reason, Stage
+from planner.log import decision_record
 from wire import Accept, HaveChunk, Speeds
 
 SPANS = (ChunkSpan(0, 100, b"a" * 32), ChunkSpan(100, 150, b"b" * 32))
@@ -121,7 +122,7 @@ def test_decision_record_is_json_even_when_nothing_is_known() -> None:
     decision = Decision(
         0, choice, Reason.FIXED, math.inf, ttft_quantiles=((0.5, math.inf),), plan={0: "fp16"}
     )
-    record = json.loads(json.dumps(decision_json(decision, state), allow_nan=False))
+    record = json.loads(json.dumps(decision_record(decision, state), allow_nan=False))
     assert record["expected_ttft_s"] is None
     assert record["choice"] == "fp16"
     assert [c["choice"] for c in record["candidates"]] == ["fp16", "cachegen:1", TEXT]
