@@ -14,7 +14,7 @@ from codec.errors import (
     UnsupportedVersion,
 )
 from codec.geometry import Geometry, Rotary
-from codec.levels import LevelInfo, LevelSet
+from codec.levels import LevelInfo, LevelSet, RefinementInfo
 from codec.profile import Profile, bundled_profiles
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "NonFiniteInput",
     "Profile",
     "ProfileMismatch",
+    "RefinementInfo",
     "Rotary",
     "ShapeMismatch",
     "UnknownLevel",

@@ -1,4 +1,4 @@
-"""Bitstream v1 and v2: the envelope of an encoded chunk. Byte by byte in docs/bitstream.md.
+"""Bitstream v1 to v3: the envelope of an encoded chunk. Byte by byte in docs/bitstream.md.
 
 Owns the header, the block offset table and the checksums. Knows nothing of what is inside a block.
 Invariant: `parse` returns only what it has checked; it allocates nothing in proportion to a count
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from codec.errors import CodecError, CorruptBitstream, UnsupportedVersion
 from codec.geometry import MAX_CHUNK_TOKENS, BlockGrid, Geometry
-from codec.levels import LevelSet, level_name
+from codec.levels import REFINEMENT_LEVELS, LevelSet, level_name, refinement_name
 
 __all__ = [
     "HEADER_BYTES",
@@ -32,6 +32,9 @@ MAGIC = b"KVTB"
 VERSION = 1
 KLT_VERSION = 2
 """Version of level set `klt`: its blocks follow the profile's groups of layers, not the geometry's heads."""
+
+REFINEMENT_VERSION = 3
+"""Version of refinements of level set `klt`: the header's last field says which level they refine."""
 
 HEADER_BYTES = 128
 NO_PROFILE = bytes(32)
@@ -63,15 +66,20 @@ class Bitstream:
     payload: U8Array
     """uint8, all blocks one after the other; a view of the bytes that were parsed."""
 
+    base_index: int | None = None
+    """Of a refinement: the level that it makes into `level_index`."""
+
     @property
     def level(self) -> str:
-        """The level's name."""
+        """The name of the level, or of the refinement."""
+        if self.base_index is not None:
+            return refinement_name(self.base_index, self.level_index)
         return level_name(self.level_set, self.level_index)
 
     @property
     def version(self) -> int:
         """The format's version, which the level set decides."""
-        return _version_of(self.level_set)
+        return _version_of(self.level_set, is_refinement=self.base_index is not None)
 
     @property
     def num_blocks(self) -> int:
@@ -133,7 +141,7 @@ def pack(bitstream: Bitstream) -> bytes:
         HEADER_BYTES,
         bitstream.level_set.wire_id,
         bitstream.level_index,
-        0,
+        bitstream.base_index or 0,
         geometry.num_layers,
         geometry.num_kv_heads,
         geometry.head_dim,
@@ -168,8 +176,8 @@ def parse(data: bytes | bytearray | memoryview) -> Bitstream:
             f"these {len(view)} bytes are not a kvtide bitstream: no {MAGIC!r} at the start"
         )
     version = int.from_bytes(view[4:6], "little")
-    if version not in (VERSION, KLT_VERSION):
-        raise UnsupportedVersion("the bitstream", expected=KLT_VERSION, actual=version)
+    if version not in (VERSION, KLT_VERSION, REFINEMENT_VERSION):
+        raise UnsupportedVersion("the bitstream", expected=REFINEMENT_VERSION, actual=version)
     if len(view) < HEADER_BYTES:
         raise CorruptBitstream(
             f"the bitstream ends after {len(view)} bytes, inside its {HEADER_BYTES}-byte header"
@@ -180,7 +188,7 @@ def parse(data: bytes | bytearray | memoryview) -> Bitstream:
         header_bytes,
         level_set_id,
         level_index,
-        flags,
+        base_index,
         num_layers,
         num_kv_heads,
         head_dim,
@@ -195,9 +203,12 @@ def parse(data: bytes | bytearray | memoryview) -> Bitstream:
     body_crc, header_crc = _CHECKSUMS.unpack_from(view, _FIELDS.size)
     if zlib.crc32(view[: HEADER_BYTES - 4]) != header_crc:
         raise CorruptBitstream("the bitstream's header does not match its checksum")
-    if header_bytes != HEADER_BYTES or flags != 0:
+    if header_bytes != HEADER_BYTES:
+        raise CorruptBitstream(f"a header of {header_bytes} bytes; all have {HEADER_BYTES}")
+    is_refinement = version == REFINEMENT_VERSION
+    if (base_index != level_index + REFINEMENT_LEVELS) if is_refinement else (base_index != 0):
         raise CorruptBitstream(
-            f"header of {header_bytes} bytes with flags {flags:#x}; version 1 has {HEADER_BYTES} and none"
+            f"version {version}, level {level_index}: {base_index} is no level that it refines"
         )
     if total_bytes != len(view):
         raise CorruptBitstream(
@@ -213,7 +224,7 @@ def parse(data: bytes | bytearray | memoryview) -> Bitstream:
         raise CorruptBitstream(f"impossible token range {token_start} to {token_stop}")
     if not 1 <= block_tokens <= MAX_CHUNK_TOKENS:
         raise CorruptBitstream(f"impossible block of {block_tokens} tokens")
-    if version != _version_of(level_set):
+    if version != _version_of(level_set, is_refinement=is_refinement):
         raise CorruptBitstream(f"level set {level_set} in a bitstream of version {version}")
     grid = BlockGrid(geometry, num_tokens, block_tokens)
     if version == VERSION and num_blocks != grid.num_blocks:
@@ -240,6 +251,7 @@ def parse(data: bytes | bytearray | memoryview) -> Bitstream:
         profile_digest=profile_digest,
         offsets=offsets.astype(np.uint32),
         payload=payload,
+        base_index=base_index if is_refinement else None,
     )
 
 
@@ -276,5 +288,8 @@ def inspect_bitstream(data: bytes | bytearray | memoryview) -> BitstreamInfo:
     )
 
 
-def _version_of(level_set: LevelSet) -> int:
+def _version_of(level_set: LevelSet, *, is_refinement: bool) -> int:
+    """Return the version that a level set is written in; 0 where there is none."""
+    if is_refinement:
+        return REFINEMENT_VERSION if level_set is LevelSet.KLT else 0
     return KLT_VERSION if level_set is LevelSet.KLT else VERSION

@@ -6,7 +6,7 @@ between calls, so that any number of threads may use one codec.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,13 @@ import numpy.typing as npt
 from codec import bitstream, native
 from codec.baselines import BaselineTransform
 from codec.cachegen import CachegenTransform
-from codec.errors import NonFiniteInput, ProfileMismatch, ShapeMismatch, UnknownLevel
+from codec.errors import (
+    CorruptBitstream,
+    NonFiniteInput,
+    ProfileMismatch,
+    ShapeMismatch,
+    UnknownLevel,
+)
 from codec.geometry import (
     BLOCK_TOKENS,
     BlockGrid,
@@ -24,10 +30,20 @@ from codec.geometry import (
     Rotary,
     check_kv,
 )
-from codec.klt import KltTransform
-from codec.levels import BASELINE_LEVELS, LevelInfo, LevelSet, parse_level
+from codec.klt import KltRequest, KltTransform
+from codec.levels import (
+    BASELINE_LEVELS,
+    REFINEMENT_LEVELS,
+    LevelInfo,
+    LevelSet,
+    RefinementInfo,
+    level_name,
+    parse_level,
+    parse_refinement,
+    refinement_name,
+)
 from codec.profile import Profile
-from codec.transform import Transform
+from codec.transform import EncodedBlocks, Transform
 
 __all__ = ["Codec", "DecodedChunk", "max_encoded_bytes"]
 
@@ -114,6 +130,21 @@ class Codec:
             found.update({info.name: info for info in profile.levels})
         return tuple(found.values())
 
+    def refinements(self) -> tuple[RefinementInfo, ...]:
+        """Return every refinement that this codec can encode, coarsest first."""
+        klt = self._transforms.get(LevelSet.KLT)
+        if not isinstance(klt, KltTransform):
+            return ()
+        return tuple(
+            RefinementInfo(
+                refinement_name(base, base - REFINEMENT_LEVELS),
+                level_name(LevelSet.KLT, base),
+                level_name(LevelSet.KLT, base - REFINEMENT_LEVELS),
+            )
+            for base in reversed(range(len(klt.plan.levels)))
+            if klt.plan.is_refined(base)
+        )
+
     def encode(
         self,
         kv: FloatArray,
@@ -122,11 +153,11 @@ class Codec:
         token_start: int,
         layer0: npt.NDArray[np.float32] | None = None,
     ) -> bytes:
-        """Encode one chunk.
+        """Encode one chunk at one level; `encode_many` for several.
 
         Args:
             kv: float16 or float32, shape [layer, kv=2, token, head, dim], magnitudes up to 65504.
-            level: a name from `levels()`.
+            level: a name from `levels()` or `refinements()`.
             token_start: position of the first token in its context, 0 or more.
             layer0: float32 [2, token, head, dim], for level set `klt` only.
 
@@ -135,22 +166,41 @@ class Codec:
             NonFiniteInput: NaN, Inf or too large, with the place.
             UnknownLevel: no such level, or its profile is not loaded.
         """
-        level_set, index = parse_level(level)
-        if level not in {info.name for info in self.levels()}:
-            raise UnknownLevel(
-                f"level {level!r} needs a profile that is not loaded"
-                if level_set.needs_profile and level_set not in self._transforms
-                else f"the loaded profile has no level {level!r}"
-            )
+        return self.encode_many(kv, levels=[level], token_start=token_start, layer0=layer0)[0]
+
+    def encode_many(
+        self,
+        kv: FloatArray,
+        *,
+        levels: Sequence[str],
+        token_start: int,
+        layer0: npt.NDArray[np.float32] | None = None,
+    ) -> list[bytes]:
+        """Encode one chunk at several levels, in the order asked for. Levels of `klt` share the transform.
+
+        Args and errors: as `encode`.
+        """
+        parsed = [self._parse(level) for level in levels]
         kv = check_kv(kv, self.geometry)
         if not 0 <= token_start < 2**62:
             raise ShapeMismatch(f"token_start is {token_start}; a position is 0 or more")
         _check_finite(kv)
-        blocks = self._transforms[level_set].encode(
-            kv, level_index=index, token_start=token_start, layer0=layer0
-        )
-        return bitstream.pack(
-            bitstream.Bitstream(
+        klt = self._transforms.get(LevelSet.KLT)
+        shared: Iterator[EncodedBlocks] = iter(())
+        if isinstance(klt, KltTransform):
+            requests = [KltRequest(i, base) for kind, i, base in parsed if kind is LevelSet.KLT]
+            if requests:
+                shared = iter(klt.encode_many(kv, requests, token_start=token_start, layer0=layer0))
+        made = []
+        for level_set, index, base_index in parsed:
+            blocks = (
+                next(shared)
+                if level_set is LevelSet.KLT
+                else self._transforms[level_set].encode(
+                    kv, level_index=index, token_start=token_start, layer0=layer0
+                )
+            )
+            stream = bitstream.Bitstream(
                 level_set=level_set,
                 level_index=index,
                 geometry=self.geometry,
@@ -161,25 +211,51 @@ class Codec:
                 profile_digest=self._profile_digests.get(level_set, bitstream.NO_PROFILE),
                 offsets=blocks.offsets,
                 payload=blocks.payload,
+                base_index=base_index,
             )
-        )
+            made.append(bitstream.pack(stream))
+        return made
+
+    def _parse(self, level: str) -> tuple[LevelSet, int, int | None]:
+        """Return set, index and, of a refinement, the index that it starts from.
+
+        Raises:
+            UnknownLevel: this codec cannot encode it.
+        """
+        refinement = parse_refinement(level)
+        if refinement is not None:
+            if level not in {info.name for info in self.refinements()}:
+                raise UnknownLevel(f"no loaded profile has refinement {level!r}")
+            level_set, base, fine = refinement
+            return level_set, fine, base
+        level_set, index = parse_level(level)
+        if level not in {info.name for info in self.levels()}:
+            raise UnknownLevel(
+                f"level {level!r} needs a profile that is not loaded"
+                if level_set.needs_profile and level_set not in self._transforms
+                else f"the loaded profile has no level {level!r}"
+            )
+        return level_set, index, None
 
     def decode(
         self,
         data: bytes | bytearray | memoryview,
         *,
+        refinements: Sequence[bytes | bytearray | memoryview] = (),
         layer0: npt.NDArray[np.float32] | None = None,
         dtype: npt.DTypeLike = np.float16,
     ) -> DecodedChunk:
         """Decode one chunk.
 
         Args:
-            data: a whole bitstream.
+            data: a whole bitstream of a level.
+            refinements: of the same chunk, each of what comes out of the one before it.
             layer0: float32 [2, token, head, dim], for level set `klt` only.
             dtype: float16 (saturating at its largest finite number) or float32.
 
         Raises:
-            CorruptBitstream, UnsupportedVersion: not a bitstream that an encoder wrote.
+            CorruptBitstream, UnsupportedVersion: not a bitstream that an encoder wrote, or a refinement of
+                something else.
             ShapeMismatch: of another geometry.
             ProfileMismatch: of another model or profile.
             UnknownLevel: its level set has no profile here.
@@ -187,6 +263,34 @@ class Codec:
         dtype = np.dtype(dtype)
         if dtype not in (np.float16, np.float32):
             raise ShapeMismatch(f"the codec decodes into float16 or float32, not {dtype}")
+        stream = self._checked(data)
+        if stream.base_index is not None:
+            raise CorruptBitstream(f"refinement {stream.level} stands alone; it refines a chunk")
+        finer = [self._checked(refinement) for refinement in refinements]
+        index = stream.level_index
+        for refinement in finer:
+            if refinement.base_index != index or refinement.level_set is not stream.level_set:
+                raise CorruptBitstream(
+                    f"{refinement.level} does not refine level {level_name(stream.level_set, index)}"
+                )
+            if (refinement.token_start, refinement.token_stop) != (
+                stream.token_start,
+                stream.token_stop,
+            ):
+                raise CorruptBitstream(f"refinement {refinement.level} is of other tokens")
+            index = refinement.level_index
+        out: FloatArray = np.empty(self.geometry.kv_shape(stream.num_tokens), dtype)
+        transform = self._transforms[stream.level_set]
+        if finer:
+            assert isinstance(transform, KltTransform)  # no other set has refinements
+            transform.decode(stream, out=out, layer0=layer0, refinements=finer)
+        else:
+            transform.decode(stream, out=out, layer0=layer0)
+        level = level_name(stream.level_set, index)
+        return DecodedChunk(out, stream.token_start, stream.token_stop, level)
+
+    def _checked(self, data: bytes | bytearray | memoryview) -> bitstream.Bitstream:
+        """Parse a bitstream and check that this codec can read it."""
         stream = bitstream.parse(data)
         if stream.model_digest != self.model_digest:
             raise ProfileMismatch(
@@ -194,21 +298,17 @@ class Codec:
             )
         if stream.geometry != self.geometry:
             raise ShapeMismatch(f"the bitstream has {stream.geometry}, the model {self.geometry}")
-        transform = self._transforms.get(stream.level_set)
-        if transform is None:
+        if stream.level_set not in self._transforms:
             raise UnknownLevel(f"level {stream.level!r} needs a profile that is not loaded")
         expected = self._profile_digests.get(stream.level_set, bitstream.NO_PROFILE)
         if stream.profile_digest != expected:
             raise ProfileMismatch(
                 "the bitstream's profile", expected=expected, actual=stream.profile_digest
             )
-        if stream.level not in {info.name for info in self.levels()}:
-            raise UnknownLevel(f"the loaded profile has no level {stream.level!r}")
+        self._parse(stream.level)
         if stream.payload.ctypes.data % 2:  # kernels read 16-bit words
             stream = replace(stream, payload=stream.payload.copy())
-        out: FloatArray = np.empty(self.geometry.kv_shape(stream.num_tokens), dtype)
-        transform.decode(stream, out=out, layer0=layer0)
-        return DecodedChunk(out, stream.token_start, stream.token_stop, stream.level)
+        return stream
 
 
 def max_encoded_bytes(geometry: Geometry, num_tokens: int, level: str) -> int:
@@ -217,12 +317,13 @@ def max_encoded_bytes(geometry: Geometry, num_tokens: int, level: str) -> int:
     Args:
         geometry: the model's axes.
         num_tokens: tokens in the chunk, at least 1.
-        level: a level name.
+        level: name of a level or of a refinement.
 
     Raises:
         UnknownLevel: no such level set.
     """
-    level_set, _ = parse_level(level)
+    refinement = parse_refinement(level)
+    level_set = refinement[0] if refinement else parse_level(level)[0]
     if level_set is LevelSet.CACHEGEN:
         payload = CachegenTransform.max_payload_bytes(geometry, num_tokens)
     elif not level_set.needs_profile:

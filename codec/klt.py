@@ -8,6 +8,7 @@ what decided them: docs/adr/0020 to 0024. Format: docs/bitstream.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +16,12 @@ import numpy.typing as npt
 
 from codec import native, reference
 from codec.bitstream import Bitstream
-from codec.entropy import gather_blocks
 from codec.errors import CorruptBitstream, ShapeMismatch
 from codec.geometry import FloatArray, Geometry, Rotary
+from codec.klt_blocks import BLOCK_TOKENS, KltBlocks, KltSymbols
 from codec.klt_loud import LoudTokens, pack_loud, parse_loud
-from codec.klt_native import KltChunk, KltRows
-from codec.klt_plan import LOUD_CLASS, NEUTRAL_CLASS, Group, KltPlan, LevelPlan
+from codec.klt_plan import LOUD_CLASS, NEUTRAL_CLASS, Group, KltPlan
+from codec.klt_rows import Position, RowPasses
 from codec.levels import LevelSet
 from codec.profile import Profile
 from codec.transform import EncodedBlocks, LayerZero
@@ -28,13 +29,11 @@ from codec.transform import EncodedBlocks, LayerZero
 __all__ = [
     "BLOCK_TOKENS",
     "SINK_TOKENS",
+    "KltRequest",
     "KltTransform",
     "token_classes",
     "token_features",
 ]
-
-BLOCK_TOKENS = 128
-"""Tokens per block: four tiles of a warp. A block's lanes cost 64 bytes, 0.4 % of a block at 0.5 bits."""
 
 SINK_TOKENS = 1
 """Tokens at the start of a context that are coded beside the transform."""
@@ -65,12 +64,14 @@ def token_classes(features: F32, group: Group) -> U8:
 
 
 @dataclass(frozen=True, slots=True)
-class _Position:
-    """Where a chunk lies, with the rotary tables of its tokens and the kernels' constants."""
+class KltRequest:
+    """What to encode a chunk at."""
 
-    rows: KltRows
-    layer0_rows: F32
-    """float32 [token, 2 * channel], weighted."""
+    index: int
+    """The level, or what a refinement ends at."""
+
+    base_index: int | None = None
+    """Of a refinement: the level that it starts from."""
 
 
 class KltTransform:
@@ -88,7 +89,8 @@ class KltTransform:
         self.num_threads = num_threads
         self.rotary = rotary
         self.plan = KltPlan.from_profile(profile)
-        self._inverse_weight = np.asarray(1 / self.plan.weight, np.float32)
+        self.blocks = KltBlocks(self.plan, num_threads=num_threads)
+        self.rows = RowPasses(self.geometry, self.plan, rotary=rotary, num_threads=num_threads)
 
     @staticmethod
     def max_payload_bytes(geometry: Geometry, num_tokens: int) -> int:
@@ -99,128 +101,139 @@ class KltTransform:
             _sink_bytes(geometry) + 8 * symbols + spans * geometry.num_layers * (4 * 32) + spans * 8
         )
 
-    def num_blocks(self, num_tokens: int) -> int:
-        """Return the blocks of a chunk: the sink's, then one per group and span."""
-        return 1 + len(self.plan.groups) * -(-num_tokens // BLOCK_TOKENS)
-
     # ---- encode -----------------------------------------------------------------------------------------
 
     def encode(
         self, kv: FloatArray, *, level_index: int, token_start: int, layer0: LayerZero
     ) -> EncodedBlocks:
         """Encode a checked chunk, kv [layer, 2, token, head, dim]."""
-        level = self.plan.levels[level_index]
-        num_tokens = kv.shape[2]
-        position = self._position(kv, token_start, layer0)
-        # RoPE does not turn position 0, so the sink's cached keys are its keys.
-        beside = _encode_sink(kv[1:, :, :SINK_TOKENS]) if token_start == 0 else b""
-        symbols = np.zeros((level.num_components, num_tokens), np.int16)
-        classes = np.full((len(self.plan.groups), num_tokens), NEUTRAL_CLASS, np.uint8)
-        for index, group in enumerate(self.plan.groups):
-            first = int(level.groups[index]["first_component"])
-            count = int(level.groups[index]["num_components"])
-            rows = self._gather(kv, group.first_layer, group.num_layers, position)
-            classes[index] = token_classes(token_features(rows, self._pieces(group)), group)
-            if token_start == 0:
-                classes[index, :SINK_TOKENS] = NEUTRAL_CLASS
-            loud = np.flatnonzero(classes[index] >= LOUD_CLASS)
-            beside += pack_loud(LoudTokens(loud, self._plain(rows[loud], group)), level.loud_bits)
-            coefficients = self._coefficients(rows, group, count, position)
-            if token_start == 0:  # what is coded beside the transform costs next to nothing here
-                coefficients[:, :SINK_TOKENS] = 0
-            coefficients[:, loud] = 0
-            classes[index, loud] = NEUTRAL_CLASS
-            native.call(
-                "kv_klt_quantize",
-                coefficients,
-                np.ascontiguousarray(classes[index]),
-                count,
-                num_tokens,
-                np.asarray([level.step]),
-                symbols[first : first + count],
-                self.num_threads,
-            )
-        return self.encode_symbols(level, symbols, classes, beside)
+        requests = [KltRequest(level_index)]
+        return self.encode_many(kv, requests, token_start=token_start, layer0=layer0)[0]
 
-    def encode_symbols(
+    def encode_many(
         self,
-        level: LevelPlan,
-        symbols: npt.NDArray[np.int16],
-        classes: U8,
-        beside: bytes,
-    ) -> EncodedBlocks:
-        """Entropy-encode int16 symbols [component, token] and classes [group, token].
+        kv: FloatArray,
+        requests: Sequence[KltRequest],
+        *,
+        token_start: int,
+        layer0: LayerZero,
+    ) -> list[EncodedBlocks]:
+        """Encode a checked chunk at several levels and refinements, which share the transform.
 
         Args:
-            level: whose tables are used.
-            symbols: int16 [component, token].
-            classes: uint8 [group, token], below LOUD_CLASS.
-            beside: the first block.
+            kv: [layer, 2, token, head, dim].
+            requests: of levels that there are, and of refinements whose base is refined by their level.
+            token_start: position of the first token.
+            layer0: float32 [2, token, head, dim].
         """
-        num_tokens = symbols.shape[1]
-        groups = level.placed(num_tokens)
-        most = int(groups["num_components"].max())
-        tokens = min(BLOCK_TOKENS, num_tokens)
-        space = 4 * 32 + 4 * tokens * (most + 1)
-        num_blocks = self.num_blocks(num_tokens) - 1
-        output = np.empty(num_blocks * space, np.uint8)  # mostly untouched pages
-        sizes = np.zeros(num_blocks, np.uint32)
-        native.call(
-            "kv_klt_encode",
-            self._chunk(groups, level, num_tokens),
-            native.Tables.of(self.plan.tables, decode=False),
-            symbols,
-            classes,
-            output,
-            space,
-            sizes,
-        )
-        ends = np.arange(1, num_blocks + 1, dtype=np.int64) * space
-        payload, offsets = gather_blocks(output, ends, sizes)
-        return EncodedBlocks(
-            BLOCK_TOKENS,
-            np.concatenate(([0], offsets.astype(np.int64) + len(beside))).astype(np.uint32),
-            np.concatenate((np.frombuffer(beside, np.uint8), payload)),
-        )
+        num_tokens = kv.shape[2]
+        bases = {r.base_index for r in requests if r.base_index is not None}
+        levels = {i: self.plan.levels[i] for i in {r.index for r in requests} | bases}
+        symbols = {
+            i: np.zeros((level.num_components, num_tokens), np.int16) for i, level in levels.items()
+        }
+        classes = np.full((len(self.plan.groups), num_tokens), NEUTRAL_CLASS, np.uint8)
+        loud: list[LoudTokens] = []
+        position = self.rows.position(kv, token_start, layer0)
+        for index, group in enumerate(self.plan.groups):
+            rows = self.rows.gather(kv, group, position)
+            classes[index] = token_classes(token_features(rows, self.rows.pieces(group)), group)
+            beside = np.zeros(
+                num_tokens, np.bool_
+            )  # what is coded there costs next to nothing here
+            if token_start == 0:
+                beside[:SINK_TOKENS] = True
+                classes[index, :SINK_TOKENS] = NEUTRAL_CLASS
+            is_loud = classes[index] >= LOUD_CLASS
+            classes[index, is_loud] = NEUTRAL_CLASS
+            loud.append(LoudTokens(np.flatnonzero(is_loud), self.rows.plain(rows[is_loud], group)))
+            most = max(int(level.groups[index]["num_components"]) for level in levels.values())
+            coefficients = self._coefficients(rows, group, most, position)
+            coefficients[:, beside | is_loud] = 0
+            for i, level in levels.items():
+                self._quantize(i, level.groups[index], coefficients, classes[index], symbols[i])
+        sink = _encode_sink(kv[1:, :, :SINK_TOKENS]) if token_start == 0 else b""
+        made = []
+        for request in requests:
+            level = levels[request.index]
+            head = b"".join(pack_loud(found, level.loud_bits) for found in loud)
+            if request.base_index is None:
+                payload = self.blocks.encode(level, symbols[request.index], classes)
+                made.append(_joined(sink + head, *payload))
+                continue
+            base = symbols[request.base_index]
+            payload = self.blocks.encode_refinement(
+                request.index, request.base_index, symbols[request.index], base, classes
+            )
+            check = KltSymbols(base.astype(np.int32), self._coded(request.base_index, classes))
+            if levels[request.base_index].loud_bits == level.loud_bits:
+                head = b""
+            made.append(_joined(check.checksum.to_bytes(4, "little") + head, *payload))
+        return made
 
-    def _coefficients(self, rows: F32, group: Group, count: int, position: _Position) -> F32:
+    def _coded(self, index: int, classes: U8) -> U8:
+        """Return classes as a decoder of that level knows them: none of groups without components."""
+        has = self.plan.levels[index].groups["num_components"] > 0
+        return np.where(has[:, None], classes, np.uint8(0))
+
+    def _coefficients(self, rows: F32, group: Group, count: int, position: Position) -> F32:
         """Return float32 [component, token]."""
         if group.predictor is not None:
             rows = rows - position.layer0_rows @ group.predictor
         return np.ascontiguousarray(group.analysis[:count] @ rows.T)
 
-    def _pieces(self, group: Group) -> int:
-        return 2 * group.num_layers * self.geometry.num_kv_heads
-
-    def _plain(self, rows: F32, group: Group) -> F32:
-        """Return [token, piece, dim] without weight and with the mean."""
-        layers = slice(group.first_layer, group.first_layer + group.num_layers)
-        plain = rows * self._inverse_weight[layers].ravel() + self.plan.mean[layers].ravel()
-        return np.asarray(
-            plain.reshape(len(rows), self._pieces(group), self.geometry.head_dim), np.float32
+    def _quantize(
+        self,
+        index: int,
+        row: np.void,
+        coefficients: F32,
+        classes: U8,
+        symbols: npt.NDArray[np.int16],
+    ) -> None:
+        first, count = int(row["first_component"]), int(row["num_components"])
+        step, thirds = self.plan.quantizer(index)
+        native.call(
+            "kv_klt_quantize",
+            coefficients,
+            np.ascontiguousarray(classes),
+            count,
+            coefficients.shape[1],
+            np.asarray([step]),
+            thirds,
+            symbols[first : first + count],
+            self.num_threads,
         )
-
-    def weighted(self, plain: F32, group: Group) -> F32:
-        """Undo `_plain`; returns float32 [token, row]."""
-        layers = slice(group.first_layer, group.first_layer + group.num_layers)
-        flat = plain.reshape(len(plain), group.num_rows) - self.plan.mean[layers].ravel()
-        return np.asarray(flat * self.plan.weight[layers].ravel(), np.float32)
 
     # ---- decode -----------------------------------------------------------------------------------------
 
-    def decode(self, stream: Bitstream, *, out: FloatArray, layer0: LayerZero) -> None:
+    def decode(
+        self,
+        stream: Bitstream,
+        *,
+        out: FloatArray,
+        layer0: LayerZero,
+        refinements: Sequence[Bitstream] = (),
+    ) -> None:
         """Decode into `out`, [layer, 2, token, head, dim].
 
         Raises:
-            CorruptBitstream: the blocks are not what an encoder writes.
+            CorruptBitstream: the blocks are not what an encoder writes, or a refinement is of something else.
             ShapeMismatch: there is no layer 0, or the rotary tables are too short.
         """
         if layer0 is None:
             raise ShapeMismatch("level set klt needs layer0, the KV of layer 0, to decode")
-        level = self.plan.levels[stream.level_index]
         sink, loud = self.beside(stream)
-        coefficients = self.decode_coefficients(stream)
-        position = self._position(out, stream.token_start, layer0)
+        last = stream
+        if refinements:
+            symbols = self.blocks.symbols(stream)
+            for last in refinements:
+                loud = self._refined_loud(last, loud, symbols)
+                symbols = self.blocks.refined(symbols, last)
+            coefficients = self.blocks.dequantized(last.level_index, symbols)
+        else:
+            coefficients = self.blocks.coefficients(stream)
+        level = self.plan.levels[last.level_index]
+        position = self.rows.position(out, stream.token_start, layer0)
         for index, group in enumerate(self.plan.groups):
             first = int(level.groups[index]["first_component"])
             count = int(level.groups[index]["num_components"])
@@ -228,165 +241,70 @@ class KltTransform:
             rows = np.matmul(part.T, group.basis[:count])
             if group.predictor is not None:
                 rows += position.layer0_rows @ group.predictor
-            rows[loud[index].tokens] = self.weighted(loud[index].values, group)
-            self._scatter(out, rows, group.first_layer, group.num_layers, position)
-        self._scatter(out, position.layer0_rows.copy(), 0, 1, position)
+            rows[loud[index].tokens] = self.rows.weighted(loud[index].values, group)
+            self.rows.scatter(out, rows, group.first_layer, group.num_layers, position)
+        self.rows.scatter(out, position.layer0_rows.copy(), 0, 1, position)
         if sink is not None:
             out[1:, :, :SINK_TOKENS] = reference.to_half(sink) if out.dtype == np.float16 else sink
 
     def beside(self, stream: Bitstream) -> tuple[F32 | None, list[LoudTokens]]:
-        """Return what is coded beside the transform: the sink, and each group's loud tokens.
+        """Return what a level codes beside the transform: the sink, and each group's loud tokens.
 
         Raises:
             CorruptBitstream: the first block is not what an encoder writes.
         """
-        self.check_blocks(stream)
-        data = memoryview(stream.payload[: int(stream.offsets[1])].tobytes())
+        self.blocks.check(stream)
+        data = _first_block(stream)
         sink = None
         if stream.token_start == 0:
             sink = _decode_sink(data, self.geometry)
             data = data[_sink_bytes(self.geometry) :]
+        return sink, self._loud(stream, data)
+
+    def _refined_loud(
+        self, stream: Bitstream, loud: list[LoudTokens], base: KltSymbols
+    ) -> list[LoudTokens]:
+        """Check that a refinement is of `base`, and return the loud tokens with its bits."""
+        assert stream.base_index is not None
+        self.blocks.check(stream)
+        data = _first_block(stream)
+        if len(data) < 4 or int.from_bytes(data[:4], "little") != base.checksum:
+            raise CorruptBitstream(f"refinement {stream.level} is not of this chunk's symbols")
+        levels = self.plan.levels
+        if levels[stream.base_index].loud_bits == levels[stream.level_index].loud_bits:
+            if len(data) > 4:
+                raise CorruptBitstream(f"{len(data) - 4} bytes are left in the first block")
+            return loud
+        finer = self._loud(stream, data[4:])
+        for old, new in zip(loud, finer, strict=True):
+            if not np.array_equal(old.tokens, new.tokens):
+                raise CorruptBitstream(f"refinement {stream.level} has other loud tokens")
+        return finer
+
+    def _loud(self, stream: Bitstream, data: memoryview) -> list[LoudTokens]:
         bits = self.plan.levels[stream.level_index].loud_bits
         loud = []
         for group in self.plan.groups:
-            found, used = parse_loud(
-                data, stream.num_tokens, self._pieces(group), self.geometry.head_dim, bits
-            )
+            pieces = self.rows.pieces(group)
+            found, used = parse_loud(data, stream.num_tokens, pieces, self.geometry.head_dim, bits)
             loud.append(found)
             data = data[used:]
         if len(data):
             raise CorruptBitstream(f"{len(data)} bytes are left in the first block")
-        return sink, loud
+        return loud
 
-    def decode_coefficients(self, stream: Bitstream) -> F32:
-        """Return float32 [component, token]: all groups' coefficients.
 
-        Raises:
-            CorruptBitstream: the blocks are not what an encoder writes.
-        """
-        num_tokens = stream.num_tokens
-        offsets = self.check_blocks(stream)
-        level = self.plan.levels[stream.level_index]
-        coefficients = np.empty((level.num_components, num_tokens), np.float32)
-        status = np.zeros(len(offsets) - 1, np.int32)
-        native.call(
-            "kv_klt_decode",
-            self._chunk(level.placed(num_tokens), level, num_tokens),
-            native.Tables.of(self.plan.tables, decode=True),
-            np.ascontiguousarray(stream.payload),
-            offsets,
-            np.asarray([level.step]),
-            coefficients,
-            status,
-        )
-        native.check_status(status)
-        return coefficients
+def _joined(beside: bytes, payload: U8, offsets: npt.NDArray[np.uint32]) -> EncodedBlocks:
+    """Put the first block in front of the groups' blocks."""
+    return EncodedBlocks(
+        BLOCK_TOKENS,
+        np.concatenate(([0], offsets.astype(np.int64) + len(beside))).astype(np.uint32),
+        np.concatenate((np.frombuffer(beside, np.uint8), payload)),
+    )
 
-    def check_blocks(self, stream: Bitstream) -> npt.NDArray[np.uint32]:
-        """Return the offsets of the groups' blocks, uint32 [block + 1].
 
-        Raises:
-            CorruptBitstream: blocks of another count or size than the profile makes.
-        """
-        num_tokens = stream.num_tokens
-        if stream.block_tokens != BLOCK_TOKENS:
-            raise CorruptBitstream(
-                f"blocks of {stream.block_tokens} tokens; level set klt has {BLOCK_TOKENS}"
-            )
-        if len(stream.offsets) != self.num_blocks(num_tokens) + 1:
-            raise CorruptBitstream(
-                f"{len(stream.offsets) - 1} blocks where the profile makes {self.num_blocks(num_tokens)}"
-            )
-        if np.any(stream.offsets % 2):
-            raise CorruptBitstream("a block starts between two words")
-        return np.ascontiguousarray(stream.offsets[1:])
-
-    # ---- rows -------------------------------------------------------------------------------------------
-
-    def _chunk(self, groups: npt.NDArray[np.void], level: LevelPlan, num_tokens: int) -> KltChunk:
-        return KltChunk.of(
-            groups,
-            level.components,
-            num_tokens=num_tokens,
-            block_tokens=BLOCK_TOKENS,
-            num_threads=self.num_threads,
-        )
-
-    def _position(self, kv: FloatArray, token_start: int, layer0: LayerZero) -> _Position:
-        """Return the kernels' constants for a chunk; kv gives tokens and dtype, and layer 0 if need be."""
-        geometry = self.geometry
-        num_tokens = kv.shape[2]
-        if self.rotary is None:
-            raise ShapeMismatch("level set klt needs the model's rotary tables")
-        rotary = self.rotary
-        num_tables, positions, half = rotary.cos.shape
-        if token_start + num_tokens > positions:
-            raise ShapeMismatch(
-                f"rotary tables of {positions} positions; the chunk ends at {token_start + num_tokens}"
-            )
-        if 2 * half > geometry.head_dim or len(rotary.table_of_layer) != geometry.num_layers:
-            raise ShapeMismatch("the rotary tables are not those of this geometry")
-        span = slice(token_start, token_start + num_tokens)
-        # Some models scale rotated keys; a table's first cosine is that scale. Here only the turn is undone.
-        scale = rotary.cos[:, :1, :1]
-        cosine = np.ascontiguousarray(rotary.cos[:, span] / scale, np.float32)
-        sine = np.ascontiguousarray(rotary.sin[:, span] / scale, np.float32)
-        table_of_layer = np.ascontiguousarray(rotary.table_of_layer, np.int32)
-        if table_of_layer.min() < 0 or table_of_layer.max() >= num_tables:
-            raise ShapeMismatch("a layer uses a rotary table that is not there")
-        constants = (self.plan.mean, self.plan.weight, self._inverse_weight)
-        numbers = {
-            "num_tables": num_tables,
-            "half": half,
-            "interleaved": int(rotary.interleaved),
-            "num_heads": geometry.num_kv_heads,
-            "head_dim": geometry.head_dim,
-            "num_tokens": num_tokens,
-            "num_threads": self.num_threads,
-        }
-        rows = KltRows.of(
-            (*constants, cosine, sine, table_of_layer),
-            is_half=int(kv.dtype == np.float16),
-            **numbers,
-        )
-        layer0_rows = np.empty((num_tokens, 2 * geometry.num_channels), np.float32)
-        if layer0 is None:
-            native.call("kv_klt_gather", rows, kv, 0, 1, 1, layer0_rows)
-        else:
-            shape = (2, num_tokens, geometry.num_kv_heads, geometry.head_dim)
-            if layer0.shape != shape or layer0.dtype != np.float32:
-                raise ShapeMismatch(f"layer0 is {layer0.dtype} {layer0.shape}, not float32 {shape}")
-            if not np.isfinite(layer0).all():
-                raise ShapeMismatch("layer0 holds numbers that are not finite")
-            scaled = np.array(layer0, np.float32)
-            scaled[0] *= np.float32(scale[table_of_layer[0], 0, 0])
-            plain = KltRows.of((*constants, cosine, sine, table_of_layer), is_half=0, **numbers)
-            native.call("kv_klt_gather", plain, scaled, 0, 1, 0, layer0_rows)
-        return _Position(rows, layer0_rows)
-
-    def _gather(
-        self, kv: FloatArray, first_layer: int, num_layers: int, position: _Position
-    ) -> F32:
-        rows = np.empty((kv.shape[2], num_layers * 2 * self.geometry.num_channels), np.float32)
-        native.call("kv_klt_gather", position.rows, kv, first_layer, num_layers, 1, rows)
-        return rows
-
-    def _scatter(
-        self,
-        out: FloatArray,
-        rows: F32,
-        first_layer: int,
-        num_layers: int,
-        position: _Position,
-    ) -> None:
-        native.call(
-            "kv_klt_scatter",
-            position.rows,
-            np.ascontiguousarray(rows),
-            first_layer,
-            num_layers,
-            out,
-        )
+def _first_block(stream: Bitstream) -> memoryview:
+    return memoryview(stream.payload[: int(stream.offsets[1])].tobytes())
 
 
 def _sink_bytes(geometry: Geometry) -> int:

@@ -98,7 +98,7 @@ class CudaKlt:
         """
         cupy, plan, num_tokens = self._cupy, self._transform.plan, stream.num_tokens
         sink, loud = self._transform.beside(stream)
-        offsets = self._transform.check_blocks(stream)
+        offsets = self._transform.blocks.check(stream)
         level = plan.levels[stream.level_index]
         coefficients = cupy.empty((level.num_components, num_tokens), cupy.float32)
         num_blocks = len(offsets) - 1
@@ -135,7 +135,7 @@ class CudaKlt:
             rows = self._rows(level.groups[index], group, index, coefficients, rows0)
             if loud[index].tokens.size:
                 rows[cupy.asarray(loud[index].tokens)] = cupy.asarray(
-                    self._transform.weighted(loud[index].values, group)
+                    self._transform.rows.weighted(loud[index].values, group)
                 )
             self._scatter(rows, group.first_layer, group.num_layers, turn, out)
         if sink is not None:
@@ -163,7 +163,7 @@ class CudaKlt:
         cupy, plan, num_tokens = self._cupy, self._transform.plan, symbols.shape[1]
         level = plan.levels[level_index]
         most = int(level.groups["num_components"].max())
-        num_blocks = self._transform.num_blocks(num_tokens) - 1
+        num_blocks = self._transform.blocks.num_blocks(num_tokens) - 1
         space = 4 * 32 + 4 * min(BLOCK_TOKENS, num_tokens) * (most + 1)
         output = cupy.empty(num_blocks * space, cupy.uint8)
         sizes = cupy.zeros(num_blocks, cupy.uint32)

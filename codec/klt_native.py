@@ -11,7 +11,15 @@ import numpy.typing as npt
 
 from codec.native import pointer
 
-__all__ = ["COMPONENT_DTYPE", "CONTEXTS", "GROUP_DTYPE", "KltChunk", "KltRows"]
+__all__ = [
+    "COMPONENT_DTYPE",
+    "CONTEXTS",
+    "GROUP_DTYPE",
+    "SPLIT_DTYPE",
+    "SPLIT_LIMIT",
+    "KltChunk",
+    "KltRows",
+]
 
 CONTEXTS = 6
 """`KV_KLT_CONTEXTS` in klt.h."""
@@ -29,6 +37,9 @@ GROUP_DTYPE = np.dtype(
         ("reserved", "<u8"),
     ]
 )
+SPLIT_DTYPE = np.dtype([("first", "<u2"), ("second", "<u2")])
+SPLIT_LIMIT = 3
+"""`KV_KLT_SPLIT_LIMIT` in klt.h."""
 
 
 class KltChunk(ctypes.Structure):

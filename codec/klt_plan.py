@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from codec.errors import CorruptBitstream
 from codec.klt_native import COMPONENT_DTYPE, CONTEXTS, GROUP_DTYPE
+from codec.levels import REFINEMENT_LEVELS
 from codec.profile import Profile
 from codec.tables import TableSet
 
 __all__ = [
     "ACTIVITY_ONE",
+    "FINE_DIGIT",
     "LOUD_CLASS",
     "NEUTRAL_CLASS",
     "NUM_CLASSES",
@@ -34,8 +36,14 @@ NEUTRAL_CLASS = 2
 LOUD_CLASS = 5
 """Tokens of this class are not transformed: in levels up to here, the transform's cut would be what they lose."""
 
+FINE_DIGIT = 254
+"""Units of a direction's second digit in one of its first: half a unit is 127."""
+
 ACTIVITY_ONE = 1 << 12
 ACTIVITY_SHIFT = 4
+STEP_TOLERANCE = 1e-5
+"""How far from 3 the ratio of two steps may be for one level to refine the other."""
+
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40  # keeps quotients and products normal floats
 
 F32 = npt.NDArray[np.float32]
@@ -53,6 +61,9 @@ class Group:
 
     basis_scale: F32
     """float32 [component]: value of one unit of a direction's symbols."""
+
+    basis_fine: npt.NDArray[np.int8] | None
+    """int8 [row of the first few components, row]: a second digit of their directions, 1/254 of a unit each."""
 
     predictor_symbols: npt.NDArray[np.int8] | None
     """int8 [2 * channel, row]: what layer 0 lets one expect of this group; None where it is not used."""
@@ -77,7 +88,10 @@ class Group:
     @functools.cached_property
     def basis(self) -> F32:
         """float32 [component, row]: coefficients times this give the weighted values."""
-        return np.asarray(self.basis_symbols * self.basis_scale[:, None], np.float32)
+        symbols = self.basis_symbols.astype(np.float32)
+        if self.basis_fine is not None:
+            symbols[: len(self.basis_fine)] += self.basis_fine * np.float32(1 / FINE_DIGIT)
+        return np.asarray(symbols * self.basis_scale[:, None], np.float32)
 
     @functools.cached_property
     def predictor(self) -> F32 | None:
@@ -131,6 +145,25 @@ class KltPlan:
 
     tables: TableSet
     levels: tuple[LevelPlan, ...]
+
+    def is_refined(self, index: int) -> bool:
+        """Whether a level's step is three times that of the level that would refine it."""
+        if not REFINEMENT_LEVELS <= index < len(self.levels):
+            return False
+        finer = float(self.levels[index - REFINEMENT_LEVELS].step)
+        return abs(float(self.levels[index].step) / finer - 3) <= 3 * STEP_TOLERANCE
+
+    def quantizer(self, index: int) -> tuple[np.float32, int]:
+        """Return the finest step of a level's chain of refinements, and how many thirds the level is away.
+
+        Symbols of every level of a chain are made from those at its finest step, so that they nest whatever
+        the steps' rounding.
+        """
+        thirds = 0
+        while self.is_refined(index):
+            index -= REFINEMENT_LEVELS
+            thirds += 1
+        return self.levels[index].step, thirds
 
     @classmethod
     def from_profile(cls, profile: Profile) -> KltPlan:
@@ -266,6 +299,11 @@ def _groups(profile: Profile) -> tuple[Group, ...]:
         if len(basis) > num_rows:
             raise CorruptBitstream(f"group {index} has more components than numbers")
         count = (len(basis),)
+        fine = None
+        if f"basis_fine_{index}" in profile.arrays:
+            fine = profile.array(f"basis_fine_{index}", np.int8, (None, num_rows))
+            if len(fine) > len(basis):
+                raise CorruptBitstream(f"group {index} has more second digits than components")
         predictor = predictor_scale = None
         if f"predictor_{index}" in profile.arrays:
             predictor = profile.array(f"predictor_{index}", np.int8, (2 * channels, num_rows))
@@ -294,6 +332,7 @@ def _groups(profile: Profile) -> tuple[Group, ...]:
                     profile.array(f"basis_scale_{index}", np.float32, count),
                     f"basis_scale_{index}",
                 ),
+                basis_fine=fine,
                 predictor_symbols=predictor,
                 predictor_scale=predictor_scale,
                 deviation=deviation,

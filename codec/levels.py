@@ -7,7 +7,20 @@ from dataclasses import dataclass
 
 from codec.errors import UnknownLevel
 
-__all__ = ["BASELINE_LEVELS", "LevelInfo", "LevelSet", "level_name", "parse_level"]
+__all__ = [
+    "BASELINE_LEVELS",
+    "REFINEMENT_LEVELS",
+    "LevelInfo",
+    "LevelSet",
+    "RefinementInfo",
+    "level_name",
+    "parse_level",
+    "parse_refinement",
+    "refinement_name",
+]
+
+REFINEMENT_LEVELS = 2
+"""A refinement makes a level of set `klt` this many levels finer: its step is a third."""
 
 
 class LevelSet(enum.StrEnum):
@@ -67,6 +80,20 @@ class LevelInfo:
     """Share of tokens whose most likely successor is the same, 0 to 1."""
 
 
+@dataclass(frozen=True, slots=True)
+class RefinementInfo:
+    """A bitstream that makes a decoded level finer."""
+
+    name: str
+    """`klt:6>4`: from level 6 to level 4."""
+
+    base: str
+    """The level that it refines, sent whole or itself refined."""
+
+    fine: str
+    """The level that comes out."""
+
+
 BASELINE_LEVELS = (
     LevelInfo("fp16", LevelSet.FP16, 0, 16.0, None, None, None),
     LevelInfo("int8", LevelSet.INT8, 0, None, None, None, None),
@@ -94,3 +121,22 @@ def parse_level(name: str) -> tuple[LevelSet, int]:
         if level_set.needs_profile and number.isascii() and number.isdecimal() and len(number) <= 3:
             return level_set, int(number)
     raise UnknownLevel(f"no level is named {name!r}; levels are fp16, int8, cachegen:N and klt:N")
+
+
+def refinement_name(base: int, fine: int) -> str:
+    """Return `klt:<base>><fine>`: what makes level `base` into the finer level `fine`."""
+    return f"{LevelSet.KLT}:{base}>{fine}"
+
+
+def parse_refinement(name: str) -> tuple[LevelSet, int, int] | None:
+    """Return set, base index and fine index of a refinement's name; None for any other name."""
+    base, mark, fine = name.partition(">")
+    if not mark or not (fine.isascii() and fine.isdecimal() and len(fine) <= 3):
+        return None
+    try:
+        level_set, index = parse_level(base)
+    except UnknownLevel:
+        return None
+    if level_set is not LevelSet.KLT or index != int(fine) + REFINEMENT_LEVELS:
+        return None
+    return level_set, index, int(fine)

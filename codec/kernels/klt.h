@@ -8,6 +8,7 @@
 #ifndef KV_KLT_H
 #define KV_KLT_H
 
+#include "quantize.h"
 #include "rangecoder.h"
 
 #define KV_KLT_CONTEXTS 6
@@ -57,6 +58,41 @@ KV_FN int32_t kv_klt_next_activity(int32_t activity, int32_t value) {
 // 2^-(class - neutral), exactly.
 KV_FN float kv_klt_class_scale(uint32_t token_class) {
   return kv_float_of_bits((127u + KV_KLT_NEUTRAL_CLASS - token_class) << 23);
+}
+
+// Symbols of a level are thirds, to the nearest, of those of the level that refines it: its cells nest in
+// theirs, so that symbol = 3 * coarser symbol + (-1, 0 or 1).
+KV_FN int32_t kv_klt_third(int32_t symbol) {
+  return symbol >= 0 ? (symbol + 1) / 3 : -((1 - symbol) / 3);
+}
+
+// Symbol at the finest step of a chain, for those that are thirds of it. 2^22 bounds what kv_round rounds.
+KV_FN int32_t kv_klt_finest(float value, float inverse_step) {
+  return (int32_t)kv_round(kv_clamp(value * inverse_step, 4194303.0f));
+}
+
+KV_FN int16_t kv_klt_symbol(int32_t symbol) {
+  return (int16_t)(symbol > 32767 ? 32767 : symbol < -32767 ? -32767 : symbol);
+}
+
+// How a table's distribution splits among the three values that refine a coarser symbol: of 4096 slots, -1 has
+// those below `first`, 0 those below `second`, 1 the others. The same 4 bytes as SPLIT_DTYPE in klt_native.py.
+struct kv_klt_split {
+  uint16_t first, second;
+};
+#define KV_KLT_SPLIT_LIMIT 3
+#define KV_KLT_SPLITS (2 * KV_KLT_SPLIT_LIMIT + 1)  // per table: of coarser symbols -3 or less to 3 or more
+
+KV_FN uint32_t kv_klt_split_place(uint32_t table, int32_t coarse) {
+  coarse = coarse > KV_KLT_SPLIT_LIMIT ? KV_KLT_SPLIT_LIMIT : coarse;
+  coarse = coarse < -KV_KLT_SPLIT_LIMIT ? -KV_KLT_SPLIT_LIMIT : coarse;
+  return table * KV_KLT_SPLITS + (uint32_t)(coarse + KV_KLT_SPLIT_LIMIT);
+}
+
+// Which third of the coarser symbol's cell a symbol is: -1, 0 or 1. Saturated symbols may not nest.
+KV_FN int32_t kv_klt_rest(int32_t symbol, int32_t coarse) {
+  const int32_t rest = symbol - 3 * coarse;
+  return rest > 1 ? 1 : rest < -1 ? -1 : rest;
 }
 
 // Lanes of a block: all 32 unless it has fewer tokens; a power of two.
@@ -109,11 +145,54 @@ static void kv_klt_decode_step(kv_decoder* coder, const uint32_t* entries, const
   }
 }
 
-// Decodes a block into dequantized coefficients [component][stride], from this block's first token on.
+// Decodes one component's step for a tile: each lane's activity chooses its table.
+static inline void kv_klt_decode_component(kv_decoder* coder, const kv_klt_component* component,
+                                           const uint32_t* entries, int32_t* values,
+                                           const int32_t* activity, uint32_t active) {
+  uint32_t first_slot[KV_MAX_LANES];
+  for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane)
+    first_slot[lane] =
+        (component->first_table + kv_klt_context(component, activity[lane])) * KV_PROB_SCALE;
+  kv_klt_decode_step(coder, entries, first_slot, component->escape, component->low, values, active);
+}
+
+// Where decoded symbols go: to dequantized coefficients [component][stride] from the block's first token on.
+struct kv_klt_to_coefficients {
+  float step;
+  float* out;
+  uint64_t stride;
+  float scale[KV_MAX_LANES];
+
+  void start_tile(uint32_t, const int32_t* classes, uint32_t) {
+    for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane)
+      scale[lane] = step * kv_klt_class_scale((uint32_t)classes[lane]);
+  }
+  void put(uint32_t component, uint32_t first, const int32_t* values, uint32_t active) {
+    float* row = out + component * stride + first;
+    for (uint32_t lane = 0; lane < active; ++lane) row[lane] = (float)values[lane] * scale[lane];
+  }
+};
+
+// Or as they are, to be refined: symbols [component][stride] and classes [token].
+struct kv_klt_to_symbols {
+  int32_t* out;
+  uint8_t* classes_out;
+  uint64_t stride;
+
+  void start_tile(uint32_t first, const int32_t* classes, uint32_t active) {
+    for (uint32_t lane = 0; lane < active; ++lane) classes_out[first + lane] = (uint8_t)classes[lane];
+  }
+  void put(uint32_t component, uint32_t first, const int32_t* values, uint32_t active) {
+    int32_t* row = out + component * stride + first;
+    for (uint32_t lane = 0; lane < active; ++lane) row[lane] = values[lane];
+  }
+};
+
+// Decodes a block; `sink` is one of the two above.
+template <class Sink>
 static int kv_klt_decode_block(const kv_klt_group* group, const kv_klt_component* components,
                                const kv_table* tables, const uint32_t* entries, const uint16_t* block,
-                               uint64_t num_words, uint32_t num_tokens, float step, float* coefficients,
-                               uint64_t stride) {
+                               uint64_t num_words, uint32_t num_tokens, Sink* sink) {
   if (group->num_components == 0) return num_words == 0 ? KV_OK : KV_TRAILING;
   const uint32_t num_lanes = kv_klt_num_lanes(num_tokens);
   kv_decoder coder;
@@ -125,7 +204,6 @@ static int kv_klt_decode_block(const kv_klt_group* group, const kv_klt_component
     const uint32_t left = num_tokens - first, active = left < num_lanes ? left : num_lanes;
     uint32_t first_slot[KV_MAX_LANES];
     int32_t values[KV_MAX_LANES] = {0}, activity[KV_MAX_LANES];
-    float scale[KV_MAX_LANES];
     for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane)
       first_slot[lane] = group->class_table * KV_PROB_SCALE;
     kv_klt_decode_step(&coder, entries, first_slot, class_table->num_symbols - 1u, class_table->low,
@@ -133,26 +211,18 @@ static int kv_klt_decode_block(const kv_klt_group* group, const kv_klt_component
     for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane) {
       if ((uint32_t)values[lane] >= KV_KLT_CLASSES) return KV_BAD_CLASS;
       activity[lane] = kv_klt_start_activity(group->start_activity, (uint32_t)values[lane]);
-      scale[lane] = step * kv_klt_class_scale((uint32_t)values[lane]);
     }
+    sink->start_tile(first, values, active);
     for (uint32_t c = 0; c < group->num_components; ++c) {
-      const kv_klt_component* component = &components[c];
-      const uint32_t base = component->first_table;
-      for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane)
-        first_slot[lane] = (base + kv_klt_context(component, activity[lane])) * KV_PROB_SCALE;
-      kv_klt_decode_step(&coder, entries, first_slot, component->escape, component->low, values,
-                         active);
-      float* row = coefficients + c * stride + first;
-      if (active == KV_MAX_LANES) {
-        for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane) {
-          row[lane] = (float)values[lane] * scale[lane];
+      kv_klt_decode_component(&coder, &components[c], entries, values, activity, active);
+      if (active == KV_MAX_LANES) {  // a constant count lets the compiler use vectors
+        sink->put(c, first, values, KV_MAX_LANES);
+        for (uint32_t lane = 0; lane < KV_MAX_LANES; ++lane)
           activity[lane] = kv_klt_next_activity(activity[lane], values[lane]);
-        }
       } else {
-        for (uint32_t lane = 0; lane < active; ++lane) {
-          row[lane] = (float)values[lane] * scale[lane];
+        sink->put(c, first, values, active);
+        for (uint32_t lane = 0; lane < active; ++lane)
           activity[lane] = kv_klt_next_activity(activity[lane], values[lane]);
-        }
       }
     }
   }
@@ -222,6 +292,110 @@ static uint16_t* kv_klt_encode_block(const kv_klt_group* group, const kv_klt_com
     kv_klt_encode_step(&coder, symbols, tables, class_tables, class_values, active);
   }
   return kv_encoder_finish(&coder);
+}
+
+// ---- refinements ------------------------------------------------------------------------------------
+// A block like a level's, without the step for classes, which are the coarser level's. The first components
+// are those that the coarser level codes too: of them, each symbol says which third of the coarser one's cell
+// it is. The others are coded as their level codes them. The lanes' activity is that of the finer symbols.
+
+static uint16_t* kv_klt_encode_refinement_block(
+    const kv_klt_group* group, uint32_t num_coarse, const kv_klt_component* components,
+    const kv_table* tables, const kv_encode_symbol* symbols, const kv_klt_split* splits,
+    const int16_t* values, const int16_t* coarse, uint64_t stride, const uint8_t* classes,
+    uint32_t num_tokens, uint16_t* table_of, uint16_t* space, uint64_t space_words) {
+  if (group->num_components == 0) return space + space_words;
+  const uint32_t num_lanes = kv_klt_num_lanes(num_tokens);
+  kv_encoder coder;
+  kv_encoder_start(&coder, num_lanes, space, space_words);
+  components += group->first_component;
+  for (uint32_t tile = (num_tokens + num_lanes - 1u) / num_lanes; tile-- > 0;) {
+    const uint32_t first = tile * num_lanes, left = num_tokens - first;
+    const uint32_t active = left < num_lanes ? left : num_lanes;
+    int32_t activity[KV_MAX_LANES];
+    for (uint32_t lane = 0; lane < active; ++lane)
+      activity[lane] = kv_klt_start_activity(group->start_activity, classes[first + lane]);
+    for (uint32_t c = 0; c < group->num_components; ++c) {
+      const int16_t* row = values + c * stride + first;
+      const int16_t* below = c < num_coarse ? coarse + c * stride + first : 0;
+      for (uint32_t lane = 0; lane < active; ++lane) {
+        table_of[c * KV_MAX_LANES + lane] =
+            (uint16_t)(components[c].first_table + kv_klt_context(&components[c], activity[lane]));
+        const int32_t value = below ? 3 * below[lane] + kv_klt_rest(row[lane], below[lane]) : row[lane];
+        activity[lane] = kv_klt_next_activity(activity[lane], value);
+      }
+    }
+    for (uint32_t c = group->num_components; c-- > 0;) {
+      const int16_t* row = values + c * stride + first;
+      const uint16_t* tables_of = table_of + c * KV_MAX_LANES;
+      if (c >= num_coarse) {
+        kv_klt_encode_step(&coder, symbols, tables, tables_of, row, active);
+        continue;
+      }
+      const int16_t* below = coarse + c * stride + first;
+      for (uint32_t lane = active; lane-- > 0;) {
+        const kv_klt_split split = splits[kv_klt_split_place(tables_of[lane], below[lane])];
+        const int32_t rest = kv_klt_rest(row[lane], below[lane]);
+        const uint32_t low = rest < 0 ? 0u : rest == 0 ? split.first : split.second;
+        const uint32_t high = rest < 0 ? split.first : rest == 0 ? split.second : KV_PROB_SCALE;
+        uint32_t state = coder.state[lane];
+        if (state >= (high - low) << 20) {
+          *--coder.next = (uint16_t)state;
+          state >>= 16;
+        }
+        coder.state[lane] =
+            (state / (high - low)) * KV_PROB_SCALE + state % (high - low) + low;
+      }
+    }
+  }
+  return kv_encoder_finish(&coder);
+}
+
+static int kv_klt_decode_refinement_block(const kv_klt_group* group, uint32_t num_coarse,
+                                          const kv_klt_component* components, const uint32_t* entries,
+                                          const kv_klt_split* splits, const uint16_t* block,
+                                          uint64_t num_words, const int32_t* coarse,
+                                          const uint8_t* classes, uint32_t num_tokens, int32_t* out,
+                                          uint64_t stride) {
+  if (group->num_components == 0) return num_words == 0 ? KV_OK : KV_TRAILING;
+  const uint32_t num_lanes = kv_klt_num_lanes(num_tokens);
+  kv_decoder coder;
+  int status = kv_decoder_start(&coder, num_lanes, block, num_words);
+  if (status != KV_OK) return status;
+  components += group->first_component;
+  for (uint32_t first = 0; first < num_tokens; first += num_lanes) {
+    const uint32_t left = num_tokens - first, active = left < num_lanes ? left : num_lanes;
+    int32_t values[KV_MAX_LANES] = {0}, activity[KV_MAX_LANES] = {0};
+    for (uint32_t lane = 0; lane < active; ++lane)
+      activity[lane] = kv_klt_start_activity(group->start_activity, classes[first + lane]);
+    for (uint32_t c = 0; c < group->num_components; ++c) {
+      const kv_klt_component* component = &components[c];
+      if (c >= num_coarse) {
+        kv_klt_decode_component(&coder, component, entries, values, activity, active);
+      } else {
+        const int32_t* below = coarse + c * stride + first;
+        for (uint32_t lane = 0; lane < active; ++lane) {
+          const uint32_t table = component->first_table + kv_klt_context(component, activity[lane]);
+          const kv_klt_split split = splits[kv_klt_split_place(table, below[lane])];
+          uint32_t state = coder.state[lane];
+          const uint32_t slot = kv_slot(state);
+          const int32_t rest = (int32_t)(slot >= split.first) + (int32_t)(slot >= split.second) - 1;
+          const uint32_t low = rest < 0 ? 0u : rest == 0 ? split.first : split.second;
+          const uint32_t high = rest < 0 ? split.first : rest == 0 ? split.second : KV_PROB_SCALE;
+          state = (high - low) * (state >> KV_PROB_BITS) + slot - low;
+          if (kv_needs_word(state)) state = kv_take_word(state, kv_next_word(&coder));
+          coder.state[lane] = state;
+          values[lane] = 3 * below[lane] + rest;
+        }
+      }
+      int32_t* row = out + c * stride + first;
+      for (uint32_t lane = 0; lane < active; ++lane) {
+        row[lane] = values[lane];
+        activity[lane] = kv_klt_next_activity(activity[lane], values[lane]);
+      }
+    }
+  }
+  return kv_decoder_finish(&coder);
 }
 #endif  // !__CUDACC__
 

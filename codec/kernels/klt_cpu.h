@@ -32,6 +32,34 @@ int64_t klt_num_blocks(const kv_klt_chunk* chunk) {
   return chunk->num_groups * ((chunk->num_tokens + chunk->block_tokens - 1) / chunk->block_tokens);
 }
 
+// One block's words.
+struct KltCoded {
+  int64_t index;  // of the group
+  const kv_klt_group* group;
+  int64_t first;
+  uint32_t tokens;
+  const uint16_t* words;
+  uint64_t num_words;
+};
+
+// Runs `decode` over a chunk's blocks; it returns a status.
+template <class Decode>
+int klt_decode_blocks(const kv_klt_chunk* chunk, const uint8_t* payload, const uint32_t* offsets,
+                      int32_t* status, const Decode& decode) {
+  return for_each_block<NoScratch>(
+      klt_num_blocks(chunk), (int)chunk->num_threads, 0, [&](int64_t index, NoScratch&) {
+        KltBlock block = klt_locate(chunk, index);
+        const uint32_t size = offsets[index + 1] - offsets[index];
+        KltCoded coded = {block.group,
+                          &chunk->groups[block.group],
+                          block.first,
+                          (uint32_t)block.tokens,
+                          (const uint16_t*)(payload + offsets[index]),
+                          size / 2};
+        status[index] = size % 2 ? KV_TRAILING : decode(coded);
+      });
+}
+
 struct TableScratch {
   explicit TableScratch(size_t items) : table_of(items) {}
   std::vector<uint16_t> table_of;
@@ -66,34 +94,106 @@ KV_EXPORT int kv_klt_encode(const kv_klt_chunk* chunk, const kv_tables* tables, 
 KV_EXPORT int kv_klt_decode(const kv_klt_chunk* chunk, const kv_tables* tables, const uint8_t* payload,
                             const uint32_t* offsets, const float* step, float* coefficients,
                             int32_t* status) {
-  return for_each_block<NoScratch>(
-      klt_num_blocks(chunk), (int)chunk->num_threads, 0, [&](int64_t index, NoScratch&) {
+  return klt_decode_blocks(chunk, payload, offsets, status, [&](const KltCoded& coded) {
+    kv_klt_to_coefficients sink = {*step, coefficients + coded.group->coefficients + coded.first,
+                                   (uint64_t)chunk->num_tokens, {}};
+    return kv_klt_decode_block(coded.group, chunk->components, tables->tables, tables->entries,
+                               coded.words, coded.num_words, coded.tokens, &sink);
+  });
+}
+
+// Decodes into symbols [group][component][token] and classes [group][token].
+KV_EXPORT int kv_klt_decode_symbols(const kv_klt_chunk* chunk, const kv_tables* tables,
+                                    const uint8_t* payload, const uint32_t* offsets, int32_t* symbols,
+                                    uint8_t* classes, int32_t* status) {
+  return klt_decode_blocks(chunk, payload, offsets, status, [&](const KltCoded& coded) {
+    kv_klt_to_symbols sink = {symbols + coded.group->coefficients + coded.first,
+                              classes + coded.index * chunk->num_tokens + coded.first,
+                              (uint64_t)chunk->num_tokens};
+    return kv_klt_decode_block(coded.group, chunk->components, tables->tables, tables->entries,
+                               coded.words, coded.num_words, coded.tokens, &sink);
+  });
+}
+
+// What refines coarser symbols to symbols, both [group][component][token]; `coarse` are the coarser level's
+// groups. Spaces and sizes as in kv_klt_encode.
+KV_EXPORT int kv_klt_encode_refinement(const kv_klt_chunk* chunk, const kv_klt_group* coarse,
+                                       const kv_tables* tables, const kv_klt_split* splits,
+                                       const int16_t* symbols, const int16_t* coarse_symbols,
+                                       const uint8_t* classes, uint8_t* output, uint64_t space_bytes,
+                                       uint32_t* sizes) {
+  uint32_t most = 0;
+  for (int64_t g = 0; g < chunk->num_groups; ++g)
+    most = chunk->groups[g].num_components > most ? chunk->groups[g].num_components : most;
+  return for_each_block<TableScratch>(
+      klt_num_blocks(chunk), (int)chunk->num_threads, (size_t)most * KV_MAX_LANES,
+      [&](int64_t index, TableScratch& scratch) {
         KltBlock block = klt_locate(chunk, index);
         const kv_klt_group* group = &chunk->groups[block.group];
-        const uint32_t size = offsets[index + 1] - offsets[index];
-        status[index] = size % 2
-                            ? KV_TRAILING
-                            : kv_klt_decode_block(group, chunk->components, tables->tables,
-                                                  tables->entries,
-                                                  (const uint16_t*)(payload + offsets[index]),
-                                                  size / 2, (uint32_t)block.tokens, *step,
-                                                  coefficients + group->coefficients + block.first,
-                                                  (uint64_t)chunk->num_tokens);
+        const kv_klt_group* below = &coarse[block.group];
+        uint16_t* space = (uint16_t*)(output + index * space_bytes);
+        uint16_t* begin = kv_klt_encode_refinement_block(
+            group, below->num_components, chunk->components, tables->tables, tables->symbols, splits,
+            symbols + group->coefficients + block.first,
+            coarse_symbols + below->coefficients + block.first, (uint64_t)chunk->num_tokens,
+            classes + block.group * chunk->num_tokens + block.first, (uint32_t)block.tokens,
+            scratch.table_of.data(), space, space_bytes / 2);
+        sizes[index] = (uint32_t)((uint8_t*)(space + space_bytes / 2) - (uint8_t*)begin);
       });
 }
 
-// Coefficients [component][token] to symbols, in steps of step / 2^(class - neutral) of the token.
+// Refines coarser symbols to symbols, both [group][component][token].
+KV_EXPORT int kv_klt_decode_refinement(const kv_klt_chunk* chunk, const kv_klt_group* coarse,
+                                       const kv_tables* tables, const kv_klt_split* splits,
+                                       const uint8_t* payload, const uint32_t* offsets,
+                                       const int32_t* coarse_symbols, const uint8_t* classes,
+                                       int32_t* symbols, int32_t* status) {
+  return klt_decode_blocks(chunk, payload, offsets, status, [&](const KltCoded& coded) {
+    const kv_klt_group* below = &coarse[coded.index];
+    return kv_klt_decode_refinement_block(
+        coded.group, below->num_components, chunk->components, tables->entries, splits, coded.words,
+        coded.num_words, coarse_symbols + below->coefficients + coded.first,
+        classes + coded.index * chunk->num_tokens + coded.first, coded.tokens,
+        symbols + coded.group->coefficients + coded.first, (uint64_t)chunk->num_tokens);
+  });
+}
+
+// Symbols [group][component][token] to coefficients of the same shape.
+KV_EXPORT int kv_klt_dequantize(const kv_klt_chunk* chunk, const int32_t* symbols,
+                                const uint8_t* classes, const float* step, float* coefficients) {
+  const int64_t tokens = chunk->num_tokens;
+  return for_each_block<NoScratch>(
+      chunk->num_groups, (int)chunk->num_threads, 0, [&](int64_t g, NoScratch&) {
+        const kv_klt_group* group = &chunk->groups[g];
+        for (uint32_t c = 0; c < group->num_components; ++c) {
+          const int64_t at = (int64_t)group->coefficients + c * tokens;
+          for (int64_t t = 0; t < tokens; ++t)
+            coefficients[at + t] =
+                (float)symbols[at + t] * (*step * kv_klt_class_scale(classes[g * tokens + t]));
+        }
+      });
+}
+
+// Coefficients [component][token] to symbols of the level that is `thirds` times a third of the one with this
+// step, in which a token's steps are divided by 2^(class - neutral).
 KV_EXPORT int kv_klt_quantize(const float* coefficients, const uint8_t* classes, int64_t num_components,
-                              int64_t num_tokens, const float* step, int16_t* symbols,
+                              int64_t num_tokens, const float* step, int64_t thirds, int16_t* symbols,
                               int64_t num_threads) {
   const float inverse = 1.0f / *step;
   return for_each_block<NoScratch>(num_components, (int)num_threads, 0, [&](int64_t c, NoScratch&) {
     const float* from = coefficients + c * num_tokens;
     int16_t* to = symbols + c * num_tokens;
-    for (int64_t t = 0; t < num_tokens; ++t) {
-      // 2^(class - neutral), exactly
-      float gain = kv_float_of_bits((127u - KV_KLT_NEUTRAL_CLASS + classes[t]) << 23);
-      to[t] = (int16_t)kv_quantize(from[t], inverse * gain);
+    int32_t tile[256];
+    for (int64_t first = 0; first < num_tokens; first += 256) {
+      const int64_t count = num_tokens - first < 256 ? num_tokens - first : 256;
+      for (int64_t t = 0; t < count; ++t) {
+        // 2^(class - neutral), exactly
+        float gain = kv_float_of_bits((127u - KV_KLT_NEUTRAL_CLASS + classes[first + t]) << 23);
+        tile[t] = kv_klt_finest(from[first + t], inverse * gain);
+      }
+      for (int64_t k = 0; k < thirds; ++k)
+        for (int64_t t = 0; t < count; ++t) tile[t] = kv_klt_third(tile[t]);
+      for (int64_t t = 0; t < count; ++t) to[first + t] = kv_klt_symbol(tile[t]);
     }
   });
 }

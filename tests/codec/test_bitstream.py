@@ -74,7 +74,7 @@ def test_parse_undoes_pack() -> None:
         (6, struct.pack("<H", 127), "header of 127 bytes"),
         (8, b"\x00", "no level set has number 0"),
         (8, b"\x63", "no level set has number 99"),
-        (10, b"\x01", "flags 0x1"),
+        (10, b"\x01", "1 is no level that it refines"),
         (12, struct.pack("<I", 0), "num_layers is 0"),
         (12, struct.pack("<I", 3), "8 blocks where the geometry makes 12"),
         (16, struct.pack("<I", 70000), "num_kv_heads is 70000"),

@@ -148,13 +148,13 @@ def test_tokens_of_every_class_come_back() -> None:
     classes = rng.integers(0, NUM_CLASSES, size=(len(transform.plan.groups), num_tokens))
     size = (level.num_components, num_tokens)
     symbols = np.rint(rng.normal(size=size) * 2.0 ** rng.integers(-2, 11, size=size))
-    blocks = transform.encode_symbols(
-        level, symbols.astype(np.int16), classes.astype(np.uint8), b""
+    payload, offsets = transform.blocks.encode(
+        level, symbols.astype(np.int16), classes.astype(np.uint8)
     )
     kv, layer0 = _chunk(num_tokens, 5)
     stream = bitstream.parse(codec.encode(kv, level="klt:3", token_start=5, layer0=layer0))
-    made = replace(stream, offsets=blocks.offsets, payload=blocks.payload)
-    decoded = transform.decode_coefficients(made)
+    made = replace(stream, offsets=np.append(np.uint32(0), offsets), payload=payload)
+    decoded = transform.blocks.coefficients(made)
     for index, group in enumerate(level.groups):
         part = slice(
             int(group["first_component"]), int(group["first_component"] + group["num_components"])
@@ -177,7 +177,7 @@ def test_a_klt_level_in_a_version_1_bitstream_is_refused() -> None:
     codec = make_codec()
     kv, layer0 = _chunk(40, 0)
     data = bytearray(codec.encode(kv, level="klt:3", token_start=0, layer0=layer0))
-    data[4] = 3
+    data[4] = 4
     with pytest.raises(UnsupportedVersion):
         codec.decode(bytes(data), layer0=layer0)
     data[4] = 1
@@ -280,9 +280,9 @@ def test_a_loud_token_is_coded_beside_the_transform() -> None:
     kv, layer0 = _chunk(100, 50)
     quiet = codec.encode(kv, level="klt:5", token_start=50, layer0=layer0)
     group = transform.plan.groups[0]
-    position = transform._position(kv, 50, layer0)
-    rows = transform._gather(kv, group.first_layer, group.num_layers, position)
-    loudness = token_features(rows, transform._pieces(group)) @ group.sensitivity
+    position = transform.rows.position(kv, 50, layer0)
+    rows = transform.rows.gather(kv, group, position)
+    loudness = token_features(rows, transform.rows.pieces(group)) @ group.sensitivity
     edges = np.full(LOUD_CLASS, np.sort(loudness)[-4], np.float32)
     object.__setattr__(group, "loudness_edges", edges)
     try:

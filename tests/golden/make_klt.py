@@ -65,7 +65,7 @@ def symbols_digest(codec: Codec, data: bytes) -> str:
     """SHA-256 of the dequantized coefficients: exact numbers, no matrix product in them."""
     transform = codec._transforms[LevelSet.KLT]
     assert isinstance(transform, KltTransform)
-    coefficients = transform.decode_coefficients(bitstream.parse(data))
+    coefficients = transform.blocks.coefficients(bitstream.parse(data))
     return hashlib.sha256(coefficients.astype("<f4").tobytes()).hexdigest()
 
 
