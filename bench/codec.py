@@ -45,11 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         help="measure loss instead of speed, on these texts: bench.codec_quality",
     )
+    parser.add_argument(
+        "--readme", action="store_true", help="with --texts: rewrite the documentation's tables"
+    )
     arguments = parser.parse_args(argv)
     if arguments.texts:
         wanted = ["--texts", str(arguments.texts), "--threads", str(arguments.threads)]
         wanted += ["--model", arguments.model] if arguments.model else []
         wanted += ["--json", str(arguments.json)] if arguments.json else []
+        wanted += ["--readme"] if arguments.readme else []
         return codec_quality.main(wanted)
 
     profile = Profile.load(arguments.profile)

@@ -9,6 +9,7 @@ back.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,25 +18,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench._harness import machine_lines
+from bench.baselines import Coded, Prepared, Scheme, calibrated_kvtc, uncalibrated
+from bench.equal_loss import Point, bits_at, share_over
+from bench.klt_cost import KltCost, klt_cost
 from codec import Codec
-from codec.entropy import RUN_DTYPE, BlockLayout, encode_blocks
+from codec.klt import KltTransform
 from codec.measure import LossSum, compare_logits
-from codec.tables import TableSet, quantize_frequencies
 
-__all__ = [
-    "Example",
-    "Scheme",
-    "baselines",
-    "examples",
-    "measure",
-    "print_table",
-    "product_schemes",
-]
+__all__ = ["Example", "Result", "examples", "measure", "prepare", "print_table", "product_schemes"]
 
 CONTEXT_TOKENS = 1536
 CONTINUATION_TOKENS = 256
-LMCACHE_CHUNK_TOKENS = 256
-KIVI_GROUP = 32
+
+_ROOT = Path(__file__).resolve().parents[1]
+PAGES = (_ROOT / "README.md", _ROOT / "docs/codec-klt.md")
+"""Pages with a table between marks."""
 
 F32 = npt.NDArray[np.float32]
 
@@ -50,15 +48,6 @@ class Example:
     is_retrieval: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """A way to code a cache."""
-
-    name: str
-    run: Callable[[F32, F32], tuple[int, F32]]
-    """From kv [layer, 2, token, head, dim] and layer 0 to bytes and the lossy cache."""
-
-
 @dataclass(slots=True)
 class Result:
     """What a scheme cost and lost."""
@@ -66,8 +55,20 @@ class Result:
     name: str
     text: LossSum = field(default_factory=LossSum)
     retrieval: LossSum = field(default_factory=LossSum)
+    elements: int = 0
+    encode_s: float | None = 0.0
+    decode_s: float | None = 0.0
+    prefill_s: float = 0.0
 
-    def row(self) -> dict[str, float | str]:
+    def add_times(self, coded: Coded, elements: int, prefill_s: float) -> None:
+        """Add CPU seconds; one coding without them leaves the sums without."""
+        self.elements += elements
+        self.prefill_s += prefill_s
+        for name in ("encode_s", "decode_s"):
+            old, new = getattr(self, name), getattr(coded, name)
+            setattr(self, name, None if old is None or new is None else old + new)
+
+    def row(self) -> dict[str, Any]:
         """Return the table's row."""
         bits = self.text.bits / self.text.elements
         return {
@@ -79,8 +80,21 @@ class Result:
                 float(np.exp(self.text.log_ppl_difference / self.text.scored_tokens)), 5
             ),
             "top1": round(self.text.agreements / self.text.tokens, 4),
-            "retrieval_kl": round(self.retrieval.kl / max(self.retrieval.tokens, 1), 6),
+            "retrieval_kl": (
+                round(self.retrieval.kl / self.retrieval.tokens, 6)
+                if self.retrieval.tokens
+                else None
+            ),
+            "encode_msym_per_s": _rate(self.elements, self.encode_s),
+            "decode_msym_per_s": _rate(self.elements, self.decode_s),
+            "decode_over_prefill": (
+                None if not self.decode_s else round(self.decode_s / self.prefill_s, 4)
+            ),
         }
+
+
+def _rate(elements: int, seconds: float | None) -> float | None:
+    return None if not seconds else round(elements / seconds / 1e6, 1)
 
 
 # ---- examples -----------------------------------------------------------------------------------------------
@@ -152,100 +166,40 @@ def product_schemes(codec: Codec) -> list[Scheme]:
     """Return every level of a codec."""
 
     def scheme(level: str) -> Scheme:
-        def run(kv: F32, layer0: F32) -> tuple[int, F32]:
-            data = codec.encode(kv, level=level, token_start=0, layer0=layer0)
-            return len(data), np.asarray(
-                codec.decode(data, layer0=layer0, dtype=np.float32).kv, np.float32
-            )
+        def run(context: Prepared) -> Coded:
+            start = time.process_time()
+            data = codec.encode(context.kv, level=level, token_start=0, layer0=context.layer0)
+            middle = time.process_time()
+            chunk = codec.decode(data, layer0=context.layer0, dtype=np.float32)
+            stop = time.process_time()
+            context.memo[f"bitstream {level}"] = data
+            return Coded(len(data), np.asarray(chunk.kv, np.float32), middle - start, stop - middle)
 
         return Scheme(level, run)
 
     return [scheme(info.name) for info in codec.levels()]
 
 
-def baselines() -> list[Scheme]:
-    """Return schemes of others that need no calibration."""
-    return [
-        Scheme("int4, absmax per token and head", _int4),
-        Scheme("LMCache-like: absmax per token, tables in band", _lmcache),
-        Scheme("KIVI-like: keys per channel, 4 bits", lambda kv, _: _kivi(kv, 4)),
-        Scheme("KIVI-like: keys per channel, 2 bits", lambda kv, _: _kivi(kv, 2)),
-    ]
-
-
-def _int4(kv: F32, layer0: F32) -> tuple[int, F32]:
-    del layer0
-    scale = np.abs(kv).max(axis=-1, keepdims=True).astype(np.float16).astype(np.float32)
-    scale = np.maximum(scale, 1e-6)
-    symbols = np.clip(np.rint(kv / scale * 7), -7, 7)
-    return kv.size // 2 + 2 * scale.size, (symbols * scale / 7).astype(np.float32)
-
-
-def _lmcache(kv: F32, layer0: F32) -> tuple[int, F32]:
-    """Bins 32 or 16 over [-absmax, absmax] of a token's channels, a table per channel and 256 tokens in band.
-
-    Source: LMCache's cachegen serializer (public kernels): keys 32 bins in the first 10 layers, values 32 in the
-    first 2, else 16; each channel's cumulative table as 16-bit numbers.
-    """
-    del layer0
-    num_layers, _, num_tokens, heads, dim = kv.shape
-    flat = kv.reshape(num_layers, 2, num_tokens, heads * dim)
-    out = np.empty_like(flat)
-    num_bytes = 0
-    for layer in range(num_layers):
-        for side in range(2):
-            half = 15 if layer < (10, 2)[side] else 7
-            for start in range(0, num_tokens, LMCACHE_CHUNK_TOKENS):
-                part = flat[layer, side, start : start + LMCACHE_CHUNK_TOKENS]
-                scale = np.abs(part).max(axis=1, keepdims=True).astype(np.float16)
-                scale = np.maximum(scale.astype(np.float32), 1e-6)
-                symbols = np.clip(np.rint(part / scale * half), -half, half).astype(np.int16)
-                out[layer, side, start : start + len(part)] = symbols * scale / half
-                num_bytes += 2 * len(part) + 2 * part.shape[1] * (2 * half + 3)
-                num_bytes += _coded_bytes(symbols.T, half)
-    return num_bytes, out.reshape(kv.shape)
-
-
-def _kivi(kv: F32, bits: int) -> tuple[int, F32]:
-    """Asymmetric groups of 32: keys along tokens per channel, values along channels per token.
-
-    Source: KIVI, arXiv:2402.02750, without its window of recent tokens in full precision.
-    """
-    keys = _groups(np.moveaxis(kv[:, 0], 1, -1), bits)
-    values = _groups(kv[:, 1], bits)
-    out = np.stack((np.moveaxis(keys, -1, 1), values), axis=1)
-    return kv.size * bits // 8 + kv.size // KIVI_GROUP * 4, np.ascontiguousarray(out, np.float32)
-
-
-def _groups(values: F32, bits: int) -> F32:
-    groups = values.reshape(*values.shape[:-1], -1, KIVI_GROUP)
-    low = groups.min(axis=-1, keepdims=True).astype(np.float16).astype(np.float32)
-    step = (groups.max(axis=-1, keepdims=True) - low) / (2**bits - 1)
-    step = np.maximum(step.astype(np.float16).astype(np.float32), 1e-6)
-    symbols = np.clip(np.rint((groups - low) / step), 0, 2**bits - 1)
-    return np.asarray((symbols * step + low).reshape(values.shape), np.float32)
-
-
-def _coded_bytes(rows: npt.NDArray[np.int16], half: int) -> int:
-    """Code each row with a table of its own symbols; the tables' bytes are the caller's."""
-    tables = []
-    for row in rows:
-        counts = np.bincount(row + half, minlength=2 * half + 1).astype(np.float64)
-        tables.append(quantize_frequencies(np.append(counts, 0.0)))
-    runs = np.zeros(len(rows), RUN_DTYPE)
-    runs["table"] = np.arange(len(rows))
-    runs["length"] = rows.shape[1]
-    layout = BlockLayout(runs, np.asarray([len(rows)]))
-    table_set = TableSet.from_rows(np.full(len(rows), -half), tables)
-    payload, _ = encode_blocks(layout, table_set, np.ascontiguousarray(rows).ravel(), num_threads=1)
-    return len(payload)
-
-
 # ---- measuring ------------------------------------------------------------------------------------------------
 
 
+def prepare(model: Any, token_ids: Sequence[int]) -> tuple[Prepared, float]:
+    """Prefill a context; returns it and the CPU seconds of the prefill."""
+    cache = model.new_cache(len(token_ids))
+    start = time.process_time()
+    model.fill(cache, token_ids, 0)
+    taken = time.process_time() - start
+    kv = np.asarray(cache.read(0, len(token_ids)), np.float32)
+    return Prepared(model, token_ids, kv, model.layer0_kv(token_ids)), taken
+
+
 def measure(
-    model: Any, schemes: Sequence[Scheme], cases: Sequence[Example], *, progress: bool = True
+    model: Any,
+    schemes: Sequence[Scheme],
+    cases: Sequence[Example],
+    *,
+    on_context: Callable[[Example, Prepared], object] = lambda case, context: None,
+    progress: bool = True,
 ) -> list[Result]:
     """Measure all schemes on all examples, example by example, so that all see the same run.
 
@@ -253,74 +207,151 @@ def measure(
         model: `engine.TorchEngine`.
         schemes: what to measure.
         cases: what to measure on.
+        on_context: called after each example's schemes; its memo then holds "bitstream LEVEL".
         progress: print one line per example.
     """
     results = [Result(scheme.name) for scheme in schemes]
-    for case in cases:
-        num_tokens = len(case.context)
-        cache = model.new_cache(num_tokens + len(case.continuation))
-        model.fill(cache, case.context, 0)
-        kv = np.asarray(cache.read(0, num_tokens), np.float32)
-        layer0 = model.layer0_kv(case.context)
-        exact = model.prefill_logits(cache, case.continuation, num_tokens)
+    for number, case in enumerate(cases):
+        context, prefill_s = prepare(model, case.context)
+        if number == 0:  # what happens once per process is not a chunk's time
+            for scheme in schemes:
+                if scheme.name.startswith("klt:"):
+                    scheme.run(context)
+        exact = continuation_logits(model, context.kv, case.continuation)
         for scheme, result in zip(schemes, results, strict=True):
-            num_bytes, lossy_kv = scheme.run(kv, layer0)
-            cache.write(0, lossy_kv)
-            lossy = model.prefill_logits(cache, case.continuation, num_tokens)
+            coded = scheme.run(context)
+            lossy = continuation_logits(model, coded.kv, case.continuation)
             total = result.retrieval if case.is_retrieval else result.text
-            total.bits += 8 * num_bytes
-            total.elements += kv.size
+            total.bits += 8 * coded.num_bytes
+            total.elements += context.kv.size
+            result.add_times(coded, context.kv.size, prefill_s)
             compare_logits(exact, lossy, case.continuation, total)
+        on_context(case, context)
         if progress:
-            print(f"  {case.name}: {num_tokens} tokens, {len(schemes)} schemes", flush=True)
+            print(f"  {case.name}: {context.num_tokens} tokens, {len(schemes)} schemes", flush=True)
     return results
 
 
-def print_table(results: Sequence[Result]) -> None:
+def continuation_logits(model: Any, kv: F32, token_ids: Sequence[int]) -> F32:
+    """Return float32 [token, vocab]: logits after each token of what follows a cache."""
+    num_tokens = kv.shape[2]
+    cache = model.new_cache(num_tokens + len(token_ids))
+    cache.write(0, kv)
+    return np.asarray(model.prefill_logits(cache, token_ids, num_tokens), np.float32)
+
+
+COLUMNS = (
+    ("b/e", "bits_per_element", 7, "{:.3f}"),
+    ("vs fp16", "ratio_to_fp16", 8, "{:.1f}x"),
+    ("KL", "kl", 9, "{:.5f}"),
+    ("PPL", "ppl_ratio", 8, "{:.4f}"),
+    ("top-1", "top1", 8, "{:.2%}"),
+    ("retr. KL", "retrieval_kl", 9, "{:.5f}"),
+    ("enc Msym/s", "encode_msym_per_s", 11, "{:.0f}"),
+    ("dec Msym/s", "decode_msym_per_s", 11, "{:.0f}"),
+    ("dec/prefill", "decode_over_prefill", 12, "{:.1%}"),
+)
+"""Heading, field, width, format."""
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print one row per scheme."""
-    print(
-        f"{'scheme':48} {'b/e':>7} {'vs fp16':>8} {'KL':>9} {'PPL':>8} {'top-1':>7} {'retr. KL':>9}"
-    )
-    for result in results:
-        row = result.row()
-        print(
-            f"{row['scheme']:48} {row['bits_per_element']:7.3f} {row['ratio_to_fp16']:7.1f}x {row['kl']:9.5f} "
-            f"{row['ppl_ratio']:8.4f} {100 * float(row['top1']):6.2f}% {row['retrieval_kl']:9.5f}"
+    print(f"{'scheme':48}" + "".join(f"{heading:>{width}}" for heading, _, width, _ in COLUMNS))
+    for row in rows:
+        cells = (
+            f"{'-' if row[name] is None else form.format(row[name]):>{width}}"
+            for _, name, width, form in COLUMNS
         )
+        print(f"{row['scheme']:48}" + "".join(cells))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the product's levels beside the baselines: `python -m bench.codec_quality`."""
-    import argparse
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the same as Markdown."""
+    lines = ["| scheme | " + " | ".join(heading for heading, *_ in COLUMNS) + " |"]
+    lines.append("|---" * (len(COLUMNS) + 1) + "|")
+    for row in rows:
+        cells = (
+            "-" if row[name] is None else form.format(row[name]) for _, name, _, form in COLUMNS
+        )
+        lines.append(f"| {row['scheme']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
+
+def comparison_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Compare klt with KVTC-like over KL 0.003 to 0.02, and with LMCache-like at its own KL."""
+
+    def points(prefix: str) -> list[Point]:
+        return [
+            (row["bits_per_element"], row["kl"]) for row in rows if row["scheme"].startswith(prefix)
+        ]
+
+    ours, kvtc, lmcache = points("klt:"), points("KVTC-like"), points("LMCache-like")
+    lines = []
+    share = share_over(ours, kvtc) if ours and kvtc else None
+    if share is not None:
+        lines.append(
+            f"klt over KVTC-like at equal KL, {share.low_kl:.4f} to {share.high_kl:.4f}: "
+            f"worst {share.worst:.0%}, mean {share.mean:.0%} of the bytes"
+        )
+    for bits, kl in lmcache:
+        mine = bits_at(ours, kl) if ours else None
+        if mine is not None:
+            lines.append(
+                f"klt over LMCache-like at its KL of {kl:.4f}: {mine / bits:.1%} of the bytes"
+            )
+    return lines
+
+
+def cost_lines(costs: dict[str, list[KltCost]]) -> list[str]:
+    """Compare coded bytes with cross-entropy, mean over contexts."""
+    lines = [
+        "bytes against cross-entropy of the symbols; sinks and loud tokens are coded without tables:"
+    ]
+    for level, found in costs.items():
+        total = sum(cost.total_bytes for cost in found)
+        symbols = sum(cost.symbol_bytes for cost in found)
+        beside = sum(cost.beside_bytes for cost in found)
+        lines.append(
+            f"  {level}: {total / (symbols + beside) - 1:+.2%} over symbols and what is beside them, "
+            f"{total / symbols - 1:+.2%} over symbols alone ({len(found)} chunks)"
+        )
+    return lines
+
+
+MARK = "<!-- bench.codec --readme: {} -->"
+
+
+def replace_between_marks(text: str, table: str) -> str:
+    """Put a table between the marks of a page.
+
+    Raises:
+        ValueError: the page has no marks.
+    """
+    begin, end = MARK.format("begin"), MARK.format("end")
+    if begin not in text or end not in text:
+        raise ValueError(f"the page has no marks {begin} and {end}")
+    head, tail = text.partition(begin)[0], text.partition(end)[2]
+    return f"{head}{begin}\n{table}\n{end}{tail}"
+
+
+def load_model_and_codec(
+    name: str, profiles: Sequence[Path], *, num_threads: int
+) -> tuple[Any, Codec]:
+    """Load a model and a codec with profiles from files, or with the bundled ones."""
     from codec import Rotary, bundled_profiles
     from codec.geometry import Geometry
     from codec.profile import Profile
     from engine import load_engine
 
-    parser = argparse.ArgumentParser(prog="python -m bench.codec_quality", description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--texts", type=Path, required=True, help="the data folder's `text`")
-    parser.add_argument("--profile", type=Path, nargs="*", help="default: the bundled ones")
-    parser.add_argument("--only", help="comma-separated names of examples")
-    parser.add_argument("--levels", help="comma-separated levels, no baselines")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    arguments = parser.parse_args(argv)
-    model = load_engine(arguments.model, num_threads=arguments.threads)
+    model = load_engine(name, num_threads=num_threads)
     digest = model.identity.model_digest
-    profiles = (
-        [Profile.load(path) for path in arguments.profile]
-        if arguments.profile
-        else bundled_profiles(digest)
-    )
     shape = model.geometry
     tables = model.rotary_tables(CONTEXT_TOKENS)
-    codec = Codec(
+    return model, Codec(
         Geometry(shape.num_layers, shape.num_kv_heads, shape.head_dim),
         model_digest=digest,
-        profiles=profiles,
-        num_threads=arguments.threads,
+        profiles=[Profile.load(path) for path in profiles] or bundled_profiles(digest),
+        num_threads=num_threads,
         rotary=Rotary(
             cos=tables.cos,
             sin=tables.sin,
@@ -328,17 +359,66 @@ def main(argv: Sequence[str] | None = None) -> int:
             interleaved=tables.interleaved,
         ),
     )
-    schemes = product_schemes(codec) + baselines()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the product's levels beside the baselines: `python -m bench.codec_quality`."""
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m bench.codec_quality", description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--texts", type=Path, required=True, help="the data folder's `text`")
+    parser.add_argument(
+        "--profile", type=Path, nargs="*", default=[], help="default: the bundled ones"
+    )
+    parser.add_argument("--only", help="comma-separated names of examples")
+    parser.add_argument("--levels", help="comma-separated levels, no baselines")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument(
+        "--readme", action="store_true", help="rewrite the tables in the documentation"
+    )
+    arguments = parser.parse_args(argv)
+    model, codec = load_model_and_codec(
+        arguments.model, arguments.profile, num_threads=arguments.threads
+    )
+    schemes = product_schemes(codec)
     if arguments.levels:
         wanted = arguments.levels.split(",")
         schemes = [scheme for scheme in schemes if scheme.name in wanted]
+    else:
+        schemes += uncalibrated() + calibrated_kvtc(model)
     cases = examples(arguments.texts, model.tokenizer.encode)
     if arguments.only:
         cases = [case for case in cases if case.name in arguments.only.split(",")]
-    results = measure(model, schemes, cases)
-    print_table(results)
+    klt = [p for p in codec.profiles if p.level_set == "klt"]
+    transform = KltTransform(klt[0], num_threads=1, rotary=codec.rotary) if klt else None
+    costs: dict[str, list[KltCost]] = {}
+
+    def count(case: Example, context: Prepared) -> None:
+        for name, data in context.memo.items():
+            level = name.removeprefix("bitstream ")
+            if transform is not None and level.startswith("klt:") and level != name:
+                costs.setdefault(level, []).append(klt_cost(transform, data))
+
+    results = measure(model, schemes, cases, on_context=count)
+    rows = [result.row() for result in results]
+    lines = comparison_lines(rows) + cost_lines(costs)
+    machine = machine_lines("numpy", "torch")
+    print_table(rows)
+    print("\n".join(["", *lines, "", f"{arguments.threads} thread(s), CPU time", *machine]))
     if arguments.json:
-        arguments.json.write_text(json.dumps([result.row() for result in results], indent=1) + "\n")
+        report = {
+            "machine": machine,
+            "cases": [c.name for c in cases],
+            "rows": rows,
+            "lines": lines,
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if arguments.readme:
+        for page in PAGES:
+            text = replace_between_marks(page.read_text(encoding="utf-8"), markdown_table(rows))
+            page.write_text(text, encoding="utf-8")
     return 0
 
 
