@@ -7,11 +7,22 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from bench.baselines.dropping import evicted, pruned
 from bench.baselines.kvtc import KvtcBasis, cached_basis, kvtc
 from bench.baselines.plain import int4, kivi, lmcache
 from bench.baselines.scheme import Coded, Prepared, Scheme
 
-__all__ = ["KVTC_BUDGETS", "Coded", "Prepared", "Scheme", "calibrated_kvtc", "uncalibrated"]
+__all__ = [
+    "KVTC_BUDGETS",
+    "Coded",
+    "Prepared",
+    "Scheme",
+    "calibrated_kvtc",
+    "evicted",
+    "kvtc_basis",
+    "pruned",
+    "uncalibrated",
+]
 
 KVTC_BUDGETS = (3.0, 2.0, 1.5, 1.0, 0.7)
 """Bits per element before DEFLATE."""
