@@ -17,6 +17,9 @@ from wire import Open, Refuse, RefuseCode
 CHUNKS_IN_WINDOW = 2
 """Whole chunks that fit the window: one is decoded while the next one arrives."""
 
+BASE_SHARE = 8
+"""The cache's size over that of the bitstreams that are kept to be refined: two bits per number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -141,6 +144,7 @@ def examine(open_: Open, token_ids: tuple[int, ...], terms: Terms) -> SessionPla
             window_bytes=window_bytes,
             # The decoder's output, float16, before it is copied into the cache.
             chunk_bytes=2 * terms.geometry.elements_per_token * largest_tokens,
+            base_bytes=terms.cache_bytes_per_token * capacity_tokens // BASE_SHARE,
         ),
     )
 

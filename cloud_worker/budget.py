@@ -1,8 +1,8 @@
 """Memory of all open sessions: granted before it is used, so that no agent can overfill the worker.
 
 Pure arithmetic. Invariant: the sum of all grants never exceeds the total, and what a session may
-make the worker hold is part of its grant: its KV cache, its window, and the chunks that are being
-put together or decoded.
+make the worker hold is part of its grant: its KV cache, its window, the chunks that are being put
+together or decoded, and the bitstreams that are kept to be refined.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ class SessionNeed:
     chunk_bytes: int
     """Bitstreams being received or waiting for the decoder, and the decoder's output."""
 
+    base_bytes: int = 0
+    """Decoded bitstreams that are kept so that they can be refined."""
+
     @property
     def total_bytes(self) -> int:
-        return self.cache_bytes + self.window_bytes + self.chunk_bytes
+        return self.cache_bytes + self.window_bytes + self.chunk_bytes + self.base_bytes
 
 
 class MemoryBudget:

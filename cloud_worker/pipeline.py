@@ -18,9 +18,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from cloud_worker.executors import Executors, Timed
 from cloud_worker.order import AnswerStep, ChunkState, DecodeStep, PrefillStep, WorkOrder
+from cloud_worker.refinements import (
+    Refinements,
+    RefineStep,
+    RefuseStep,
+    WaitingRefinement,
+)
 from cloud_worker.speeds import DecodeSample, PrefillSample, SpeedModel
 from codec import Codec, CodecError, CorruptBitstream
 from engine import KvCache, Sampling, TorchEngine
@@ -49,17 +56,21 @@ class ChunkReady:
     start_s: float
     """When decoding, or the first prefill step, began."""
     end_s: float
+    part: int = 0
+    """0, or the refinement that made the chunk this level."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkUnusable:
-    """A bitstream arrived whole and did not decode; the chunk has to be sent again."""
+    """A bitstream arrived whole and is of no use: a chunk has to be sent again, a refinement need not."""
 
     chunk: int
     epoch: int
     level: str
     reason: str
     """One sentence."""
+    part: int = 0
+    """0, or the refinement that it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +136,7 @@ class SessionPipeline:
         ranges: tuple[tuple[int, int], ...],
         step_tokens: int,
         deadline_s: float,
+        base_bytes: int,
         emit: Callable[[PipelineEvent], None],
     ) -> None:
         """Prepare a session.
@@ -139,6 +151,7 @@ class SessionPipeline:
             ranges: (token_start, token_stop) of each chunk, covering the context.
             step_tokens: most tokens of one prefill step.
             deadline_s: when the first token is due by ``time.monotonic``; orders the sessions' steps.
+            base_bytes: most bytes of decoded bitstreams that are kept so that they can be refined.
             emit: called with each event, on the event loop's thread.
         """
         self._engine = engine
@@ -153,6 +166,9 @@ class SessionPipeline:
         self._deadline_s = deadline_s
         self._emit = emit
         self._order = WorkOrder(ranges, step_tokens=step_tokens)
+        self._refinements = Refinements(
+            [(info.name, info.base, info.fine) for info in codec.refinements()], base_bytes
+        )
         self._arrivals: dict[int, _Arrival] = {}
         self._decoding: dict[int, _Arrival] = {}
         self._text_start_s: dict[int, float] = {}
@@ -175,10 +191,12 @@ class SessionPipeline:
     def waiting_bytes(self) -> int:
         """Bytes of bitstreams that wait for the decoder or are being decoded."""
         held = [*self._arrivals.values(), *self._decoding.values()]
-        return sum(len(arrival.payload) for arrival in held)
+        return sum(len(arrival.payload) for arrival in held) + self._refinements.waiting_bytes
 
-    def holds(self, chunk: int, epoch: int) -> bool:
-        """Whether a bitstream that was taken in is still in memory."""
+    def holds(self, chunk: int, part: int, epoch: int) -> bool:
+        """Whether a bitstream that was taken in still waits or is being decoded."""
+        if part:
+            return self._refinements.holds(chunk, part, epoch)
         return any(
             arrival is not None and arrival.epoch == epoch and not arrival.is_text
             for arrival in (self._arrivals.get(chunk), self._decoding.get(chunk))
@@ -193,6 +211,17 @@ class SessionPipeline:
         self._arrivals[chunk] = _Arrival(epoch, level, payload, now)
         self._wake()
         return True
+
+    def refinement_arrived(
+        self, chunk: int, part: int, epoch: int, name: str, payload: bytes, *, now: float
+    ) -> None:
+        """Take in a complete, verified refinement; it is decoded once what it refines is in the cache."""
+        self._refinements.arrived(WaitingRefinement(chunk, part, epoch, name, payload, now))
+        self._wake()
+
+    def refinement_aborted(self, chunk: int, part: int, epoch: int) -> None:
+        """The agent gave this epoch of a refinement up."""
+        self._refinements.aborted(chunk, part, epoch)
 
     def text_ordered(self, chunk: int, epoch: int, *, now: float) -> bool:
         """Take in the order to recompute a chunk; False when it is of no use any more."""
@@ -225,6 +254,7 @@ class SessionPipeline:
         self._cache = None
         self._arrivals.clear()
         self._decoding.clear()
+        self._refinements.clear()
 
     async def run(self) -> AnswerDone:
         """Work until the answer is complete; cancelling stops after the step that runs."""
@@ -247,30 +277,31 @@ class SessionPipeline:
                 decoder.result()
 
     async def _decode_loop(self) -> None:
-        while not self._order.is_context_ready:
+        while True:
             self._decoder_has_work.clear()
             step = self._order.next_decode()
-            if step is None:
-                await self._decoder_has_work.wait()
-            else:
+            if step is not None:
                 await self._decode(step)
+                continue
+            # What the answer does not wait for comes last.
+            finer = self._refinements.next_step(self._is_ready)
+            if isinstance(finer, RefineStep):
+                await self._refine(finer)
+            elif isinstance(finer, RefuseStep):
+                self._unusable(finer.item, finer.reason)
+            else:
+                await self._decoder_has_work.wait()
+
+    def _is_ready(self, chunk: int) -> bool:
+        return self._order.state(chunk) is ChunkState.READY
 
     async def _decode(self, step: DecodeStep) -> None:
         arrival = self._decoding[step.chunk] = self._arrivals.pop(step.chunk)
         token_start, token_stop = self._ranges[step.chunk]
 
         def work() -> None:
-            layer0 = None
-            if arrival.level.startswith("klt"):
-                layer0 = self._engine.layer0_kv(self._token_ids[token_start:token_stop])
-            decoded = self._codec.decode(arrival.payload, layer0=layer0, dtype=np.float16)
-            found = (decoded.token_start, decoded.token_stop, decoded.level)
-            if found != (token_start, token_stop, arrival.level):
-                raise CorruptBitstream(
-                    f"the bitstream holds tokens {found[0]} to {found[1]} at level {found[2]}, "
-                    f"announced were tokens {token_start} to {token_stop} at {arrival.level}"
-                )
-            self.cache.write(token_start, decoded.kv)
+            kv = self._decoded(step.chunk, arrival.level, (arrival.payload,))
+            self.cache.write(token_start, kv)
 
         try:
             timed = await self._executors.decode(work)
@@ -284,6 +315,7 @@ class SessionPipeline:
         del self._decoding[step.chunk]
         # A later epoch that came meanwhile is of no use any more.
         self._arrivals.pop(step.chunk, None)
+        self._refinements.decoded(step.chunk, arrival.level, arrival.payload)
         self._wake()
         kv_bytes = self._engine.geometry.num_bytes_per_token(2) * (token_stop - token_start)
         self._speeds.observe_decode(
@@ -301,6 +333,59 @@ class SessionPipeline:
             )
         )
 
+    def _decoded(
+        self, chunk: int, level: str, parts: tuple[bytes, ...]
+    ) -> npt.NDArray[np.float16] | npt.NDArray[np.float32]:
+        """Decode a bitstream and its refinements, and check that they are the chunk's at that level."""
+        token_start, token_stop = self._ranges[chunk]
+        layer0 = None
+        if level.startswith("klt"):
+            layer0 = self._engine.layer0_kv(self._token_ids[token_start:token_stop])
+        decoded = self._codec.decode(
+            parts[0], refinements=parts[1:], layer0=layer0, dtype=np.float16
+        )
+        found = (decoded.token_start, decoded.token_stop, decoded.level)
+        if found != (token_start, token_stop, level):
+            raise CorruptBitstream(
+                f"the bitstream holds tokens {found[0]} to {found[1]} at level {found[2]}, "
+                f"announced were tokens {token_start} to {token_stop} at {level}"
+            )
+        return decoded.kv
+
+    async def _refine(self, step: RefineStep) -> None:
+        """Decode a chunk finer, and put it into the cache between two steps of the engine."""
+        item = step.item
+        token_start, _ = self._ranges[item.chunk]
+        parts = (*step.parts, item.payload)
+        try:
+            decoded = await self._executors.decode(
+                lambda: self._decoded(item.chunk, step.level, parts)
+            )
+        except CodecError as error:
+            self._refinements.failed(step)
+            self._unusable(item, str(error))
+            return
+        # The engine reads this chunk in every step: only its own thread may replace it.
+        written = await self._executors.compute(
+            lambda: self.cache.write(token_start, decoded.value), deadline_s=self._deadline_s
+        )
+        self._refinements.done(step)
+        self._emit(
+            ChunkReady(
+                item.chunk,
+                item.epoch,
+                step.level,
+                len(item.payload),
+                item.arrived_s,
+                decoded.start_s,
+                written.end_s,
+                part=item.part,
+            )
+        )
+
+    def _unusable(self, item: WaitingRefinement, reason: str) -> None:
+        self._emit(ChunkUnusable(item.chunk, item.epoch, item.name, reason, part=item.part))
+
     async def _compute_loop(self, decoder: asyncio.Task[None]) -> AnswerDone:
         while True:
             self._engine_has_work.clear()
@@ -309,9 +394,9 @@ class SessionPipeline:
                 await self._prefill(step)
             elif isinstance(step, AnswerStep):
                 return await self._answer()
-            elif decoder.done() and not self._order.is_context_ready:
+            elif decoder.done():
                 decoder.result()
-                raise AssertionError("the decoder stopped before the context was complete")
+                raise AssertionError("the decoder stopped before the answer was begun")
             else:
                 await self._engine_has_work.wait()
 

@@ -101,7 +101,8 @@ class WorkerSession:
         self._wake = asyncio.Event()
         self._question: Question | None = None
         self._wants_evaluation = False
-        self._held: set[tuple[int, int]] = set()
+        self._held: set[tuple[int, int, int]] = set()
+        """(chunk, part, epoch) of whole bitstreams that wait or are being decoded."""
         self._bad_counts: dict[int, int] = {}
         self._ready_levels: dict[int, str] = {}
         self._ttft_s: float | None = None
@@ -191,12 +192,16 @@ class WorkerSession:
                 self._on_chunk(event, now)
             case ChunkBad():
                 self._metrics.add(names.WORKER_CORRUPT_CHUNKS, 1, "other")
-                self._count_bad(event.chunk, event.sentence)
+                if not event.part:
+                    self._count_bad(event.chunk, event.sentence)
             case Recompute():
                 self._pipeline.text_ordered(event.chunk, event.epoch, now=now)
                 self._free_dropped(now)
             case Abort():
-                self._pipeline.aborted(event.chunk, event.epoch)
+                if event.part:
+                    self._pipeline.refinement_aborted(event.chunk, event.part, event.epoch)
+                else:
+                    self._pipeline.aborted(event.chunk, event.epoch)
                 self._free_dropped(now)
             case Asked():
                 self._on_question(event)
@@ -215,8 +220,9 @@ class WorkerSession:
 
     def _on_chunk(self, event: ChunkComplete, now: float) -> None:
         sentence = ""
-        if event.kind is not ChunkKind.KV or event.part:
-            sentence = "this worker takes no refinements"
+        is_refinement = event.kind is ChunkKind.REFINEMENT
+        if is_refinement != bool(event.part):
+            sentence = f"part {event.part} of a chunk is not its {event.kind.value}"
         elif event.level == TEXT_LEVEL:
             sentence = "text is ordered and not sent as a bitstream"
         if sentence:
@@ -225,10 +231,15 @@ class WorkerSession:
             )
             return
         self._metrics.add(names.WORKER_RECEIVED_BYTES, len(event.payload), level_label(event.level))
-        self._held.add((event.chunk, event.epoch))
-        self._pipeline.bitstream_arrived(
-            event.chunk, event.epoch, event.level, event.payload, now=now
-        )
+        self._held.add((event.chunk, event.part, event.epoch))
+        if is_refinement:
+            self._pipeline.refinement_arrived(
+                event.chunk, event.part, event.epoch, event.level, event.payload, now=now
+            )
+        else:
+            self._pipeline.bitstream_arrived(
+                event.chunk, event.epoch, event.level, event.payload, now=now
+            )
         self._free_dropped(now)
 
     def _on_question(self, event: Asked) -> None:
@@ -258,8 +269,8 @@ class WorkerSession:
     def _free_dropped(self, now: float) -> None:
         """Give credit back for bitstreams that the pipeline has no use for any more."""
         dropped = {held for held in self._held if not self._pipeline.holds(*held)}
-        for chunk, epoch in dropped:
-            self._receiver.consumed(chunk, epoch=epoch, now=now)
+        for chunk, part, epoch in dropped:
+            self._receiver.consumed(chunk, part=part, epoch=epoch, now=now)
         self._held -= dropped
 
     def _count_bad(self, chunk: int, sentence: str) -> None:
@@ -286,11 +297,16 @@ class WorkerSession:
                     self._on_ready(event, now)
                 case ChunkUnusable():
                     self._metrics.add(names.WORKER_CORRUPT_CHUNKS, 1, level_label(event.level))
-                    self._held.discard((event.chunk, event.epoch))
+                    self._held.discard((event.chunk, event.part, event.epoch))
                     self._receiver.reject(
-                        event.chunk, epoch=event.epoch, sentence=event.reason, now=now
+                        event.chunk,
+                        part=event.part,
+                        epoch=event.epoch,
+                        sentence=event.reason,
+                        now=now,
                     )
-                    self._count_bad(event.chunk, event.reason)
+                    if not event.part:  # without a refinement the answer is only coarser
+                        self._count_bad(event.chunk, event.reason)
                 case AnswerToken():
                     self._on_token(event, now)
         self._wake.set()
@@ -309,7 +325,7 @@ class WorkerSession:
         self._receiver.chunk_ready(
             ChunkReadyMessage(
                 chunk=event.chunk,
-                part=0,
+                part=event.part,
                 epoch=event.epoch,
                 level=event.level,
                 arrived_s=self._relative(event.arrived_s),

@@ -316,6 +316,7 @@ class Worker:
                 ranges=plan.ranges,
                 step_tokens=self._config.prefill_step_tokens,
                 deadline_s=accepted_s + open_.deadline_s,
+                base_bytes=plan.need.base_bytes,
                 emit=emit,
             )
 

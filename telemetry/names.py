@@ -65,6 +65,7 @@ class Label(enum.Enum):
             "int8",
             "text",
             *(f"{level_set}:{index}" for level_set in ("cachegen", "klt") for index in range(16)),
+            *(f"klt:{index + 2}>{index}" for index in range(14)),
             "other",
         ),
     )

@@ -184,6 +184,10 @@ class Agent:
         self.sender.on_connection(is_up=is_up, now=time.monotonic())
         self._wake.set()
 
+    def ready_parts(self) -> set[tuple[int, int]]:
+        """Chunks and parts that the worker has decoded so far."""
+        return {(e.chunk, e.part) for e in self.events if isinstance(e, ChunkReady)}
+
     def tokens(self) -> tuple[int, ...]:
         """The answer so far."""
         return tuple(e.token_id for e in self.events if isinstance(e, Token))

@@ -67,6 +67,7 @@ class Session:
             ranges=RANGES,
             step_tokens=step_tokens,
             deadline_s=deadline_s,
+            base_bytes=1 << 20,
             emit=self._emit,
         )
 
@@ -230,15 +231,15 @@ async def test_an_attempt_that_comes_during_a_decode_is_used_only_if_the_decode_
         assert pipeline.text_ordered(0, 1, now=0.0)
     else:
         assert pipeline.bitstream_arrived(0, 1, "fp16", streams[0], now=0.0)
-    assert pipeline.holds(0, 0)
-    assert pipeline.holds(0, 1) == (later == "bitstream")
+    assert pipeline.holds(0, 0, 0)
+    assert pipeline.holds(0, 0, 1) == (later == "bitstream")
     release.set()
     await holding
     assert (await running).token_ids == exact_answer(engine)
     ready = {e.chunk: (e.epoch, e.level) for e in session.events if isinstance(e, ChunkReady)}
     assert ready[0] == ((1, "text" if later == "text" else "fp16") if is_bad else (0, "fp16"))
-    assert not pipeline.holds(0, 0)
-    assert not pipeline.holds(0, 1)
+    assert not pipeline.holds(0, 0, 0)
+    assert not pipeline.holds(0, 0, 1)
     assert pipeline.waiting_bytes == 0
 
 
