@@ -66,7 +66,7 @@ class EdgeConfig:
     chunk_tokens: int = 1536
     """Tokens per chunk, the unit of planning; a multiple of the codec's group. Unit: tokens."""
     levels: tuple[str, ...] = ("fp16", "int8", "cachegen:*")
-    """Levels that each chunk is encoded at; NAME:* stands for all of a level set."""
+    """Levels that each chunk is encoded at; NAME:* stands for all of a level set, NAME:*>* for all its refinements."""
     profiles: tuple[str, ...] = ()
     """Codec profile files; empty takes the ones bundled for the model."""
     policy: str = "cachegen"

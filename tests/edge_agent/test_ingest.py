@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from codec import Codec
+from codec import Codec, LevelInfo, LevelSet, RefinementInfo
 from edge_agent.errors import BadRequest, ContextConflict, StoreFull, TooLong
 from edge_agent.ingest import Ingestor, IngestResult, Progress
 from edge_agent.store import ContextStore
@@ -170,3 +170,24 @@ async def test_ingests_at_once_all_succeed(ingestor: Ingestor, store: ContextSto
         *(run(ingestor, text, context_id=f"doc{n}") for n, text in enumerate(texts))
     )
     assert store.usage().num_contexts == 4
+
+
+class KltNames:
+    """A codec's names, as one with a klt profile has them."""
+
+    def levels(self) -> list[LevelInfo]:
+        return [LevelInfo(f"klt:{i}", LevelSet.KLT, i, None, None, None, None) for i in range(4)]
+
+    def refinements(self) -> list[RefinementInfo]:
+        return [RefinementInfo(f"klt:{i + 2}>{i}", f"klt:{i + 2}", f"klt:{i}") for i in (1, 0)]
+
+
+def test_patterns_name_levels_or_refinements(
+    ingestor: Ingestor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingestor, "_codec", KltNames())
+    assert ingestor.expand_levels(["klt:*"]) == ("klt:0", "klt:1", "klt:2", "klt:3")
+    assert ingestor.expand_levels(["klt:3", "klt:*>*"]) == ("klt:3", "klt:3>1", "klt:2>0")
+    assert ingestor.expand_levels(["klt:2>0"]) == ("klt:2>0",)
+    with pytest.raises(BadRequest, match="klt:3>2"):
+        ingestor.expand_levels(["klt:3>2"])
