@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from codec.bitstream import MAGIC as BITSTREAM_MAGIC, inspect_bitstream, parse
+from codec.bitstream import MAGIC as BITSTREAM_MAGIC, Bitstream, inspect_bitstream, parse
 from codec.calibrate import CachegenCalibration
 from codec.codec import Codec
 from codec.errors import CodecError
@@ -207,6 +207,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     print(f"  profile    {info.profile_digest.hex()}")
     elements = (info.token_stop - info.token_start) * geometry.num_channels
     if not info.bytes_by_layer:
+        _print_groups(parse(data), elements_per_token=geometry.elements_per_token)
         return
     sides = [8 * sum(layer[side] for layer in info.bytes_by_layer) for side in range(2)]
     for name, bits in zip(("keys", "values"), sides, strict=True):
@@ -217,6 +218,21 @@ def _inspect(arguments: argparse.Namespace) -> None:
             print(f"  {layer:5} {8 * keys / elements:9.4f} {8 * values / elements:9.4f}")
 
 
+def _print_groups(stream: Bitstream, *, elements_per_token: int) -> None:
+    """Print what each group of layers takes. The blocks say which groups there are, the profile which layers."""
+    num_spans = -(-stream.num_tokens // stream.block_tokens)
+    sizes = np.diff(stream.offsets.astype(np.int64))
+    num_groups, rest = divmod(len(sizes) - 1, num_spans)
+    if rest:
+        raise CodecError(f"{len(sizes) - 1} blocks are no whole number of groups")
+    per_element = 8 / (stream.num_tokens * elements_per_token)
+    print("  bits per element of the whole chunk, by part:")
+    print(f"  beside     {sizes[0] * per_element:.4f} first and loud tokens, all layers")
+    for group, size in enumerate(sizes[1:].reshape(num_groups, num_spans).sum(axis=1)):
+        print(f"  group {group:<4} {size * per_element:.4f}")
+    print("  a group's layers, keys and values share its bits: nothing says whose each bit is")
+
+
 def _print_profile(profile: Profile) -> None:
     geometry = profile.geometry
     print(f"kvtide profile of level set {profile.level_set}, digest {profile.digest.hex()}")
@@ -224,6 +240,12 @@ def _print_profile(profile: Profile) -> None:
     print(
         f"  geometry   {geometry.num_layers} layers, {geometry.num_kv_heads} KV heads of {geometry.head_dim}"
     )
+    if "group_first_layer" in profile.arrays:
+        pairs = zip(
+            profile.arrays["group_first_layer"], profile.arrays["group_num_layers"], strict=True
+        )
+        for group, (first, size) in enumerate(pairs):
+            print(f"  group {group:<4} layers {first} to {first + size - 1}, keys and values")
     for name, array in profile.arrays.items():
         print(f"  array      {name}: {array.dtype} {list(array.shape)}")
     for key, value in profile.notes.items():

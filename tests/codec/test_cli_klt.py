@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from codec import LevelSet, Profile
+from codec.bitstream import parse
 from codec.cli import main
 from codec.klt_builder import CONTEXT_TOKENS, CONTINUATION_TOKENS
 from codec.texts import machine_texts
+from tests.codec.klt_builders import make_codec, make_plain, make_profile, make_rotary, rotated
 
 
 def test_a_klt_profile_is_built_measured_and_usable(
@@ -42,3 +44,25 @@ def test_a_klt_profile_is_built_measured_and_usable(
     fine, coarse = figures["klt:0"], figures["klt:5"]
     assert (fine.bits_per_element or 0) >= (coarse.bits_per_element or 99)
     assert not out.with_name(out.name + ".work").exists()
+
+
+def test_inspect_prints_what_each_group_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = make_plain(300, seed=3)
+    data = make_codec().encode(
+        rotated(plain, make_rotary(), 0), level="klt:2", token_start=0, layer0=plain[0]
+    )
+    (tmp_path / "chunk.kvtb").write_bytes(data)
+    (tmp_path / "small.kvprofile").write_bytes(make_profile().to_bytes())
+    assert main(["inspect", str(tmp_path / "chunk.kvtb")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    parts = [
+        float(line.split()[1 if line.split()[0] == "beside" else 2])
+        for line in lines
+        if line.split()[0] in ("beside", "group")
+    ]
+    overhead = 128 + 4 * len(parse(data).offsets)
+    assert sum(parts) == pytest.approx(8 * (len(data) - overhead) / plain.size, abs=1e-3)
+    assert main(["inspect", str(tmp_path / "small.kvprofile")]) == 0
+    assert "layers 1 to" in capsys.readouterr().out
