@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEXTS ?= data/text
 
-.PHONY: demo test lint types unit setup clean
+.PHONY: paper demo test lint types unit setup clean
 
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard codec/kernels/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,6 +16,11 @@ setup: $(STAMP)
 
 demo: setup
 	$(BIN)/python scenarios/run.py demo --json out/demo.json --html out/demo.html
+
+# The paper's tables on the bundled model, into docs/results; TEXTS is the evaluation texts' folder, QUICK=--quick
+# a short form.
+paper: setup
+	$(BIN)/python -m bench.paper --texts $(TEXTS) $(QUICK)
 
 lint: setup
 	$(BIN)/ruff format --check .
