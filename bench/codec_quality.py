@@ -32,8 +32,20 @@ CONTEXT_TOKENS = 1536
 CONTINUATION_TOKENS = 256
 
 _ROOT = Path(__file__).resolve().parents[1]
-PAGES = (_ROOT / "README.md", _ROOT / "docs/codec-klt.md")
-"""Pages with a table between marks."""
+README = _ROOT / "README.md"
+CODEC_PAGE = _ROOT / "docs/codec-klt.md"
+README_SCHEMES = (
+    "int8",
+    "klt:2",
+    "klt:4",
+    "klt:6",
+    "cachegen:2",
+    "int4",
+    "LMCache",
+    "KIVI",
+    "KVTC",
+)
+"""What schemes of README's shorter table begin with."""
 
 F32 = npt.NDArray[np.float32]
 
@@ -416,10 +428,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if arguments.readme:
-        for page in PAGES:
-            text = replace_between_marks(page.read_text(encoding="utf-8"), markdown_table(rows))
-            page.write_text(text, encoding="utf-8")
+        rewrite_pages(report)
     return 0
+
+
+def rewrite_pages(report: dict[str, Any]) -> None:
+    """Put a run's tables into the documentation, and what they are of."""
+    kinds = ", ".join(report["cases"])
+    caption = (
+        f"Means over {kinds}: contexts of {CONTEXT_TOKENS} tokens, {CONTINUATION_TOKENS} tokens of continuation, real "
+        'coded bytes with everything counted. "retr. KL" is on answers about text far back (topics, pass key). '
+        "Speeds are of one thread, CPU time, into float32; decode is also given over the prefill of the same tokens. "
+        f"{report['machine'][0]}; {report['machine'][1]}."
+    )
+    short = [row for row in report["rows"] if row["scheme"].startswith(README_SCHEMES)]
+    lines = "\n".join(f"- {line.strip()}" for line in report["lines"])
+    whole = f"{caption}\n\n{markdown_table(report['rows'])}\n\n{lines}"
+    for page, table in ((README, markdown_table(short)), (CODEC_PAGE, whole)):
+        text = replace_between_marks(page.read_text(encoding="utf-8"), table)
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
