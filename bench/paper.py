@@ -186,9 +186,10 @@ def markdown(result: dict[str, Any]) -> str:
     for row in result["sizes"]:
         same = f"{row['same_answer'][0]:.2f}" if "same_answer" in row else "-"
         kl, low, high = row["kl"]
+        interval = f" ({low:.4f} to {high:.4f})" if row["cases"] > 1 else ""  # one case has none
         lines.append(
             f"| {row['kind']} | {row['scheme']} | {row['cases']} | {row['bits_per_element'][0]:.3f} | "
-            f"{kl:.4f} ({low:.4f} to {high:.4f}) | {row['top1'][0]:.1%} | {same} |"
+            f"{kl:.4f}{interval} | {row['top1'][0]:.1%} | {same} |"
         )
     lines += [
         "",

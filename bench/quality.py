@@ -278,11 +278,12 @@ def print_summary(entries: Sequence[dict[str, Any]]) -> None:
     )
     for entry in entries:
         kl, low, high = entry["kl"]
+        interval = f"{low:.5f}-{high:.5f}" if entry["cases"] > 1 else "-"  # one case has none
         ppl = f"{entry['ppl_ratio'][0]:.4f}" if "ppl_ratio" in entry else "-"
         answers = [f"{entry[name][0]:.2f}" if name in entry else "-" for name in ANSWER_FIGURES]
         print(
             f"{entry['kind']:10} {entry['scheme']:52} {entry['cases']:3} {entry['bits_per_element'][0]:7.3f} "
-            f"{kl:9.5f} {low:9.5f}-{high:9.5f} {ppl:>8} {entry['top1'][0]:7.2%} "
+            f"{kl:9.5f} {interval:>19} {ppl:>8} {entry['top1'][0]:7.2%} "
             f"{answers[0]:>5} {answers[1]:>6} {answers[2]:>6}"
         )
 

@@ -50,7 +50,7 @@ def test_the_page_names_published_figures_and_differences(rows: list[dict[str, A
                 {
                     "kind": "qa",
                     "scheme": "klt:4",
-                    "cases": 1,
+                    "cases": 2,
                     "bits_per_element": [0.6, 0.6, 0.6],
                     "kl": [0.01, 0.01, 0.02],
                     "top1": [0.9, 0.9, 0.9],
@@ -61,7 +61,7 @@ def test_the_page_names_published_figures_and_differences(rows: list[dict[str, A
             "violations": {"5": violations(rows, 5.0)},
         }
     )
-    assert "| qa | klt:4 | 1 | 0.600 | 0.0100 (0.0100 to 0.0200) | 90.0% | 1.00 |" in page
+    assert "| qa | klt:4 | 2 | 0.600 | 0.0100 (0.0100 to 0.0200) | 90.0% | 1.00 |" in page
     assert "CacheGen 176 MB" in page
     assert "A short run" in page
     assert "What differs from the paper" in page
