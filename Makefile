@@ -35,5 +35,9 @@ unit: setup
 
 test: lint types unit
 
+# The native decoder under AddressSanitizer and UndefinedBehaviorSanitizer; a short form is among the tests.
+sanitize: setup
+	$(BIN)/python -m tests.fuzz.sanitize --inputs 20000
+
 clean:
 	rm -rf $(VENV) build out *.egg-info codec/_native*.so
