@@ -56,6 +56,9 @@ from wire.aio import NoResponders, RequestTimeout, TransportError
 
 RETRY_REFUSED_S = 0.2
 """Pause before another worker is asked when one refused for now: the queue group picks at random."""
+CLAIM_EVERY_S = 0.4
+"""A claim that nobody answers is made again after this time, with the same session: the queue group may have
+given it to a worker that is frozen or cut off. A worker that took it already answers alike."""
 MAX_WORKER_CHANGES = 3
 """Workers that may die under one request; the deadline usually ends it earlier."""
 
@@ -225,14 +228,19 @@ class Uplink:
         session_id: bytes,
         sizes: list[dict[str, int]],
     ) -> tuple[SenderSession, Accept]:
-        """Ask the queue group for a worker until one accepts or the time to claim is over."""
+        """Ask the queue group for a worker until one accepts or the time to claim is over.
+
+        A worker that has taken the session and whose answer came too late is left with it; hearing nothing more,
+        it lets go of its memory after its own idle timeout.
+        """
         subject = open_subject(self._config.tenant)
         give_up_at = self._clock() + self._config.claim_timeout_s
         refusal: Refuse | None = None
         while (left_s := give_up_at - self._clock()) > 0:
             session = self._session(request, session_id, sizes)
             try:
-                reply = await self._broker.request(subject, session.open_frame(), timeout_s=left_s)
+                wait_s = min(CLAIM_EVERY_S, left_s)
+                reply = await self._broker.request(subject, session.open_frame(), timeout_s=wait_s)
                 session.receive(reply, now=self._clock())
             # A denied permission looks like silence, but for what the broker says on the side.
             except NoResponders as error:
@@ -241,10 +249,9 @@ class Uplink:
                     or f"no worker serves tenant {self._config.tenant!r} at this broker"
                 ) from error
             except RequestTimeout as error:
-                raise NoWorker(
-                    self._broker.failure
-                    or f"no worker answered within {self._config.claim_timeout_s:g} s"
-                ) from error
+                if self._broker.failure:
+                    raise NoWorker(self._broker.failure) from error
+                continue
             except TransportError as error:
                 raise NoWorker(f"the broker cannot be reached: {error}") from error
             except WireError as error:

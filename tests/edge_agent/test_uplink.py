@@ -19,6 +19,7 @@ from cloud_worker.executors import Executors
 from cloud_worker.speeds import SpeedModel
 from cloud_worker.worker import Worker
 from codec import Codec
+from edge_agent import uplink as uplink_module
 from edge_agent.broker import Broker, Connections
 from edge_agent.chat import AnswerEnd, AnswerRequest
 from edge_agent.config import EdgeConfig
@@ -41,7 +42,6 @@ from telemetry import MetricSet, names
 from tests.edge_agent.conftest import write_tiny_model
 from tests.edge_agent.local_transfer import LocalTransfer
 from wire import (
-    WORKER_QUEUE,
     Accept,
     PayloadTooLarge,
     SenderSession,
@@ -320,6 +320,27 @@ async def test_frozen_worker_is_no_worker_within_the_claim_timeout(
         await world.ask(world.request())
 
 
+async def test_a_frozen_worker_in_the_group_does_not_swallow_a_claim(
+    ingestor: Ingestor,
+    store: ContextStore,
+    metrics: MetricSet,
+    model: EdgeModel,
+    pool: ThreadPoolExecutor,
+    executors: Executors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(uplink_module, "CLAIM_EVERY_S", 0.05)
+    async with make_world(ingestor, store, metrics, model, pool, claim_timeout_s=20.0) as world:
+        swallowed: list[Message] = []
+        frozen = world.broker.connect(name="frozen")
+        await frozen.subscribe("kvtide.t.open", swallowed.append, queue="workers")
+        await world.add_worker(executors)
+        while not swallowed:  # the group picks at random
+            await world.ask(world.request())
+            assert world.tokens == await world.expected()
+        assert {parse(message.data).session for message in swallowed}
+
+
 async def test_broker_that_is_away_is_no_worker(world: World) -> None:
     world.broker.stop()
     with pytest.raises(NoWorker, match="broker at memory cannot be reached"):
@@ -386,7 +407,7 @@ async def test_answer_to_a_claim_that_makes_no_sense_is_worker_lost(
         replies.append(asyncio.create_task(line.publish(message.reply, data)))
 
     replies: list[asyncio.Task[None]] = []
-    await line.subscribe(open_subject("t"), reply, queue=WORKER_QUEUE)
+    await line.subscribe(open_subject("t"), reply, queue="workers")
     with pytest.raises(WorkerLost, match="answered with something else"):
         await world.ask(world.request())
 
