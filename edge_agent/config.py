@@ -65,7 +65,7 @@ class EdgeConfig:
     """Bytes of chunk files kept; the least recently used contexts go first. Unit: bytes."""
     chunk_tokens: int = 1536
     """Tokens per chunk, the unit of planning; a multiple of the codec's group. Unit: tokens."""
-    levels: tuple[str, ...] = ("fp16", "int8", "cachegen:*")
+    levels: tuple[str, ...] = ("fp16", "int8", "cachegen:*", "klt:*")
     """Levels that each chunk is encoded at; NAME:* stands for all of a level set, NAME:*>* for all its refinements."""
     profiles: tuple[str, ...] = ()
     """Codec profile files; empty takes the ones bundled for the model."""
