@@ -138,7 +138,10 @@ async def test_another_model_is_refused_before_any_byte_with_both_digests(bench:
 
 async def test_a_session_without_memory_is_refused_with_a_time_to_wait(bench: Bench) -> None:
     agent = await bench.agent()
-    need = 3 * 2 * 2 * 16 * (4 * (len(CONTEXT) + len(QUESTION) + MAX_TOKENS) + 2 * 40)
+    cache = 3 * 2 * 2 * 16 * 4 * (len(CONTEXT) + len(QUESTION) + MAX_TOKENS)
+    # The cache, an eighth of it for the bases kept for refinements, one decoded chunk and what
+    # may be in flight.
+    need = cache + cache // 8 + 3 * 2 * 2 * 16 * 2 * 40
     need += max(4096, 2 * max(map(len, agent.streams)))
     worker = await bench.worker(memory_budget_bytes=2 * need - 1, window_bytes=4096)
     assert isinstance(await agent.open(), Accept)
